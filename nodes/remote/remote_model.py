@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from ...parallel_runtime.errors import Refused
+from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.jobs import EvaluationJob
 from ...parallel_runtime.planning.network_stats import Work
 from ...parallel_runtime.planning.run_plan import RunPlan
@@ -207,6 +208,7 @@ class RemoteEvaluation:
     def end(self) -> None:
         """Applies the request's after_sampling to the model, and forgets the run."""
         if self._model is not None:
+            runtime.end_evaluations()
             self._model.free(self._request.after_sampling)
         self._described = self._model = None
         self._plans = {}

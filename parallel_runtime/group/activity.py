@@ -16,7 +16,6 @@ from .history import History
 from .journal import Journal
 
 LAST_LINES = 6  # printed lines shown of a worker that has ended
-EVALUATION_GAP_SECONDS = 2.0  # after a longer gap the run of a native sampler counts as over
 
 
 class Activity:
@@ -30,7 +29,6 @@ class Activity:
         self.unrecordable: set[ModelSpec] = set()
         self._model: ModelSpec | None = None
         self._logged_reasons: set[str] = set()
-        self._evaluated = 0.0
 
     def starting(self, placement: Placement) -> None:
         devices = placement.devices * placement.nnodes
@@ -59,7 +57,6 @@ class Activity:
         self._model = model.unpatched
         if isinstance(job, EvaluationJob) and self.now.state == "sampling" and same_model:
             return
-        self._evaluated = 0.0
         if isinstance(job, VAEJob):
             self._set_state("decoding" if job.method == "decode" else "encoding", model="", step=0, steps=0)
             return
@@ -102,14 +99,12 @@ class Activity:
         return any(rank.readings and rank.readings.graphs.replays for rank in self.now.ranks)
 
     def end_request(self, job: Job) -> None:
-        """Every rank has finished the request."""
-        self._evaluated = time.monotonic() if isinstance(job, EvaluationJob) else 0.0
-        self._set_state("sampling" if self._evaluated else "idle")
+        """Every rank has finished the request. After an evaluation the run goes on until `end_evaluations`."""
+        self._set_state("sampling" if isinstance(job, EvaluationJob) else "idle")
 
-    def end_idle_run(self) -> None:
-        """Ends the run of a native sampler that has requested no evaluation for EVALUATION_GAP_SECONDS."""
-        over = self._evaluated and time.monotonic() - self._evaluated > EVALUATION_GAP_SECONDS
-        if over and self.now.state == "sampling":
+    def end_evaluations(self) -> None:
+        """The run of a sampler in ComfyUI's process is over."""
+        if self.now.state == "sampling":
             self._set_state("idle")
 
     def cancelled(self) -> None:

@@ -43,6 +43,7 @@ class Runtime:
         self.history = self._activity.history
         self.journal = self._activity.journal  # what was printed and logged last
         self.refused = self._activity.refused  # a run was, for this reason
+        self.end_evaluations = self._activity.end_evaluations
         self._lock = threading.RLock()  # needed to use, start or end the group
         self._closing = threading.Event()
         self._last_used_at = 0.0  # last
@@ -101,7 +102,6 @@ class Runtime:
     def status(self) -> Status:
         """Returns the status. Detects that an idle group has died, and ends one after its idle timeout: to be called a
         few times a second."""
-        self._activity.end_idle_run()
         group = self.group
         if group is not None and self._activity.now.state in RESTING and not group.alive:
             with self._locked() as alone:

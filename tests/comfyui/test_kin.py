@@ -193,6 +193,7 @@ def test_a_lora_on_a_model_without_weights_counts(server: Server) -> None:
 
     for strength in (1.0, -0.5, 0.0):
         native, ours = (latent_of(server.client.run(graph(strength, ours))) for ours in (False, True))
+        assert server.client.get("/cp/status")["state"] == "idle", "the run is over as soon as its sampler is"
         assert apart(ours, native) <= BAR, strength
 
 

@@ -29,6 +29,9 @@ DECODE = VAEJob(
     chunk_bytes=0,
     weights=None,
 )
+EVALUATION = EvaluationJob(
+    call_arguments={}, options=None, cond_number=1, cond_arguments=None, weight_patches=None, batch_coupled=False
+)
 RUN: Any = object()  # the kind of a job decides nothing here
 
 
@@ -73,22 +76,33 @@ def sample(
     activity.end_request(job)
 
 
-def test_a_run_after_a_native_samplers_is_not_over_while_it_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activity_module, "EVALUATION_GAP_SECONDS", 0.0)
-    activity, model, run = Activity(), ModelSpec(loader="a"), object()
-    evaluation: Any = EvaluationJob(
-        call_arguments={}, options=None, cond_number=1, cond_arguments=None, weight_patches=None, batch_coupled=False
-    )
-    activity.begin_request(model, Parallelism(), evaluation)
-    activity.end_request(evaluation)
+def test_a_native_samplers_run_goes_on_however_long_it_computes_between_two_evaluations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    activity, model = started(clock), ModelSpec(loader="a")
+    for _ in range(2):
+        activity.begin_request(model, BY_ALL[2], EVALUATION)
+        activity.receive(0, Heartbeat(1, None))
+        activity.end_request(EVALUATION)
+        clock.after(60)  # ComfyUI's process computes
+        assert activity.now.state == "sampling"
+    activity.end_evaluations()
+    assert activity.now.state == "idle"
+    assert phases_of_runs(activity) == [{"starting": 3.0, "loading": 0.0, "sampling": 120.0}]
+
+
+def test_another_models_evaluation_loads_it() -> None:
+    activity = Activity()
+    activity.begin_request(ModelSpec(loader="a"), Parallelism(), EVALUATION)
+    activity.end_request(EVALUATION)
     same_name = ModelSpec(loader="a", arguments='["another folder"]')
-    activity.begin_request(same_name, Parallelism(), evaluation)
+    activity.begin_request(same_name, Parallelism(), EVALUATION)
     assert activity.now.state == "loading", "another model"
-    activity.end_request(evaluation)
-    activity.begin_request(ModelSpec(loader="b"), Parallelism(), run)  # type: ignore[arg-type]
+    activity.end_request(EVALUATION)
+    activity.begin_request(ModelSpec(loader="b"), Parallelism(), RUN)
     assert activity.now.state == "loading"
     activity.receive(0, Heartbeat(1, None))
-    activity.end_idle_run()
     assert activity.now.state == "sampling"
 
 
