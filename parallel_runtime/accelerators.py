@@ -37,8 +37,9 @@ class AttentionKernel:
     `low_precision` marks one that not every attention of a network tolerates.
 
     "auto" includes it in the `benchmark` of a ring's key blocks ("block"), of full keys ("full"), or of both. "block"
-    counts only on the (major) compute capabilities `fastest_on`, if there are any: there the kernel was the fastest in
-    every measurement, and it is chosen where no benchmark is possible.
+    counts only on the (major) compute capabilities `fastest_on`, on which the kernel was the fastest in every
+    measurement; without `fastest_on` it counts everywhere. Where no benchmark is possible the first kernel of the table
+    that counts is chosen.
     """
 
     name: str

@@ -1,8 +1,9 @@
 """Memory of each rank: weights + activations + buffers <= budget.
 
 MemoryModel.fits decides whether a plan fits, with two reserves. ACTIVATION_RESERVE_TENSORS is what a forward needs
-beside the weights, and a ControlNet once more; it is 0 for a network without a split plan. UNFILLED_SHARE of the budget
-stays empty where `auto` fills a device with blocks: room for what is not counted.
+beside the weights, and a ControlNet once more; a network without a split plan counts as one without activations, as
+nothing tells its tokens. UNFILLED_SHARE of the budget stays empty where `auto` fills a device with blocks: room for
+what is not counted.
 """
 
 from __future__ import annotations
@@ -245,6 +246,7 @@ def estimate_activation_bytes(work: Work, degrees: Parallelism) -> tuple[int, ..
 
 def ring_block_bytes(tensor_bytes: float, degrees: Parallelism) -> float:
     """Returns the size of the block that each rank gives to a ring: keys and values in the dtype that attention reads,
-    or the tokens that both are made of. `tensor_bytes` is the size of one of these tensors on all ranks together."""
+    or the tokens that both are made of. `tensor_bytes` is the size of one of these tensors on all ranks together:
+    for a dtype of fixed size its callers would have to tell the number of elements too."""
     tensors = 1 if degrees.options.rotate_method == "tokens" else 2
     return tensors * tensor_bytes / degrees.context_parallel_size

@@ -1,8 +1,9 @@
 """Attention against the key and value blocks of a whole ring: rotated point to point, or collected at once.
 
 A block that rotates is one message, [2, batch, tokens, heads, head_dim]: its keys, then its values. Blocks that are
-collected come tokens first, [tokens, batch, 2 * heads, head_dim], and are one block then. No sizes are exchanged.
-Both are packed by `cat` in 4 dims, which is one kernel on CUDA; `stack`, in 5, would be two copies.
+collected come tokens first, [tokens, batch, 2 * heads, head_dim], and are one block then. No sizes are exchanged. Keys
+and values have one shape and dtype. Both are packed by `cat` in 4 dims, which is one kernel on CUDA; `stack`, in 5,
+would be two copies.
 """
 
 from __future__ import annotations

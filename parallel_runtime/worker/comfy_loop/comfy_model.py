@@ -140,7 +140,8 @@ class ComfyModel(Model):
 
     def clone(self, patches: WeightPatches | None, on_progress: Callable[[float], None]) -> RankPatcher:
         """Returns a MODEL with `patches`, whose fingerprint is `spec.patches_fingerprint`, described by
-        nodes/describe/model_patches.py. None stands for the last job's; raises Refused if that had others."""
+        `describe_weight_patches` of nodes/describe/model.py. None stands for the last job's; raises Refused if that had
+        others."""
         if self.weight_patches[0] != self.spec.patches_fingerprint:
             if patches is None:
                 raise Refused("weights.unsent")
