@@ -22,7 +22,7 @@ from typing import Any
 PLACES = {  # module, function, which call of it
     "connect": ("parallel_runtime.wire.channel", "Channel.connect", 1),
     "start": ("parallel_runtime.worker.process.speed_test", "bytes_per_second", 1),
-    "load": ("parallel_runtime.worker.models", "Models._load", 1),
+    "load": ("parallel_runtime.worker.models", "check_files", 1),
     "loaded": ("parallel_runtime.worker.comfy_loop.comfy_model", "load", 1),
     "evaluation": ("parallel_runtime.worker.models", "Model.data_parallel", 3),
     "gather": ("parallel_runtime.engine.comm.collectives", "all_gather_v", 3),
