@@ -13,16 +13,13 @@ import inspect
 import os
 import runpy
 import sys
-import tempfile
-from collections.abc import Sequence
-from datetime import timedelta
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as processes
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -31,14 +28,17 @@ from ..engine.comm.mesh import ContextMesh, build_mesh
 from ..specs import ComfySetup, ModelSpec, Parallelism
 from ..worker.comfy_loop.comfyui import import_comfyui
 from ..worker.models import Model
+from .report.measuring import Case, Measurement, Setting
+from .report.part import measurements_of
 
 EXACT = 1e-5
 CHECKED = {
     "ring 2, ulysses 1": Parallelism(ring_degree=2),
     "ring 1, ulysses 2": Parallelism(ulysses_degree=2),
-    "ring 3, ulysses 1": Parallelism(ring_degree=3),
     "pipeline 2": Parallelism(pipeline_degree=2),
+    "ring 3, ulysses 1": Parallelism(ring_degree=3),
 }
+CHECK_SECONDS = 600.0  # for the divisions over as many ranks
 
 Subject = tuple[nn.Module, list[dict[str, Any]]]  # a call, the same with a larger latent, and with a longer prompt
 Shapes = dict[str, dict[str, tuple[int, ...]]]  # stack: argument: shape, and "returns"
@@ -105,42 +105,40 @@ def check(path: Path, comfyui: Path) -> int:
         kind = type(network)
         sys.stdout.write(f"no plan for {kind.__module__}:{kind.__qualname__} is registered\n")
         return 1
-    failed, results = 0, processes.get_context("spawn").SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        for number, (name, degrees) in enumerate(CHECKED.items()):
-            arguments = (path, comfyui, degrees, f"{folder}/store{number}", results)
-            processes.start_processes(_rank, arguments, nprocs=degrees.world_size, start_method="spawn")
-            result, exact = results.get()
-            sys.stdout.write(f"{name}: {result}\n")
-            failed |= not exact
+    failed = 0
+    for ranks in sorted({degrees.world_size for degrees in CHECKED.values()}):
+        setting = Setting(kind="cpu", world_size=ranks, subject=(str(path.resolve()), str(comfyui.resolve())))
+        for measurement in measurements_of(__name__, setting, processes=ranks, seconds=CHECK_SECONDS):
+            words = measurement.get("failed") or measurement.get("note")
+            words = words or f"{measurement['error']:.1e} of the largest value"
+            sys.stdout.write(f"{measurement['what']}: {words}\n")
+            failed |= measurement.get("error", 1.0) > EXACT
     return failed
 
 
-def _rank(rank: int, path: Path, comfyui: Path, degrees: Parallelism, store: str, results: Any) -> None:
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    size, timeout = degrees.world_size, timedelta(seconds=60)
-    dist.init_process_group("cpu:gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timeout)
-    result = _compare(load_subject(path, comfyui), degrees)
-    if rank == 0:
-        results.put(result)
-    dist.destroy_process_group()
+def cases(setting: Setting, device: torch.device) -> Iterator[Case]:
+    """Yields the divisions of the setting's subject over all ranks."""
+    network, calls = load_subject(*map(Path, setting.subject))
+    model = Model(ModelSpec(loader=""), network, architecture_of(network))
+    for name, degrees in CHECKED.items():
+        if degrees.world_size == setting.world_size:
+            yield Case({"what": name}, partial(_compare, model, calls, degrees))
 
 
-def _compare(subject: Subject, degrees: Parallelism) -> tuple[str, bool]:
-    network, calls = subject
-    model, mesh, worst = Model(ModelSpec(loader=""), network, architecture_of(network)), build_mesh(degrees), 0.0
+def _compare(model: Model, calls: Sequence[dict[str, Any]], degrees: Parallelism) -> Measurement:
+    mesh, worst = build_mesh(degrees), 0.0
     for call in calls:
-        expected = run(network, call)
+        expected = run(model.network, call)
         try:
             model.parallelize(mesh, degrees)
-            outputs = run(network, call)
+            outputs = run(model.network, call)
         except ValueError as refused:
-            return " ".join(str(refused).split()), False
-        model.parallelize(ContextMesh(), Parallelism())
+            return {"note": " ".join(str(refused).split())}
+        finally:
+            model.parallelize(ContextMesh(), Parallelism())
         pairs = zip(outputs, expected, strict=True)
         worst = max(worst, *((a - b).abs().max().item() / b.abs().max().item() for a, b in pairs))
-    return f"{worst:.1e} of the largest value", worst <= EXACT
+    return {"error": worst}
 
 
 def draft(path: Path, comfyui: Path) -> str:

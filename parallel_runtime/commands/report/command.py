@@ -26,7 +26,7 @@ from ...errors import Refused
 from . import workflow
 from .measuring import Measurement, Setting
 from .page import Page, in_a_line
-from .part import MORE_TIME, ROOT, measurements_of
+from .part import ROOT, measurements_of
 
 log = logging.getLogger(__name__)
 
@@ -175,11 +175,11 @@ def _measurements(part: Part, setting: Setting, seconds: float) -> Iterator[Meas
     elif part.needs == "diffusers" and importlib.util.find_spec("diffusers") is None:
         yield {"what": "not run", "note": f"no diffusers here; {sys.executable} -m pip install -r {REQUIREMENTS}"}
     elif seconds < SHORTEST_SECONDS:
-        yield {"what": "not run", "note": f"its share of time is too short; {MORE_TIME}"}
+        yield {"what": "not run", "note": "its share of time is too short; --minutes gives more, --only fewer parts"}
     else:
         setting = setting if part.needs == "ComfyUI" else replace(setting, comfyui="")
         processes = setting.world_size if part.by == "ranks" else 1
-        yield from measurements_of(part.module, setting, processes=processes, seconds=seconds)
+        yield from measurements_of(f"{__package__}.{part.module}", setting, processes=processes, seconds=seconds)
 
 
 def _where(part: Part, setting: Setting) -> str:

@@ -37,7 +37,8 @@ NEEDS_CUDA = "needs a CUDA GPU"
 class Setting:
     """The setting of one part. `world_size` ranks have a GPU each, or all of them the first one (`one_card`, where
     times mean nothing). `comfyui` is a checkout, "" for none. `registered`: NCCL registers recorded buffers, its
-    default, which workers turn off. On the CPU networks are tiny."""
+    default, which workers turn off. `subject`: the file that `networks check` checks, and its checkout. On the CPU
+    networks are tiny."""
 
     kind: str = "cuda"
     world_size: int = 1
@@ -45,6 +46,7 @@ class Setting:
     registered: bool = False
     comfyui: str = ""
     tokens: int = 4608
+    subject: tuple[str, ...] = ()
 
     @property
     def tiny(self) -> bool:

@@ -3,8 +3,8 @@ and what each of them does.
 
     python -m parallel_runtime.commands.report.part PART SETTING
 
-One rank, or the process that has the workers of a part: it runs the part's cases, and writes each measurement down at
-once, a line of JSON. SETTING is JSON too.
+One rank, or the process that has the workers of a part: it measures the `cases` of the module PART, and writes each
+measurement down at once, a line of JSON. SETTING is JSON too. `networks check` starts ranks by it too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ FOLDER, PARENT = "REPORT_FOLDER", "REPORT_PARENT"
 MEASUREMENTS, OUTPUT, STORE = "measurements", "output", "store"  # files in FOLDER
 GRACE_SECONDS = 5.0  # for the other ranks to end after one has failed
 WORDS = 600  # characters of a process' last output
-NO_TIME, MORE_TIME = "not measured for lack of time", "--minutes gives more, --only fewer parts"
 
 
 def measurements_of(part: str, setting: Setting, *, processes: int, seconds: float) -> Iterator[Measurement]:
@@ -59,7 +58,8 @@ def measurements_of(part: str, setting: Setting, *, processes: int, seconds: flo
         yield from map(json.loads, file)
         codes = [each.wait() for each in ranks]
         if running and not failed:
-            yield {"what": REMAINING_CASES, "note": f"{NO_TIME}, unless it hangs: it had {seconds:.0f} s; {MORE_TIME}"}
+            note = f"not measured for lack of time: it was given {seconds:.0f} s, which are over; or it hangs"
+            yield {"what": REMAINING_CASES, "note": note}
         elif any(codes):
             last = " ".join((folder / OUTPUT).read_text()[-WORDS:].split())
             ended = ", ".join(f"rank {rank} with {code}" for rank, code in enumerate(codes) if code)
@@ -87,7 +87,7 @@ def main(name: str, setting: Setting) -> None:
     folder = Path(os.environ[FOLDER])
     device = torch.device(setting.devices[rank()])
     join(device, str(folder / STORE), shared=setting.one_card)
-    part = importlib.import_module(f".{name}", __package__)
+    part = importlib.import_module(name)
     if setting.comfyui:
         import_comfyui(setting.comfy, device)
     with torch.inference_mode():
