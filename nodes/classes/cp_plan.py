@@ -19,7 +19,7 @@ from ...parallel_runtime.errors import Refused, Sentence, say, say_if, to_json
 from ...parallel_runtime.explain.plan_report import Report, Row, Subject, report
 from ...parallel_runtime.explain.plan_words import unused
 from ...parallel_runtime.explain.remedy import changes, in_words, instead
-from ...parallel_runtime.group.history import RunSetup
+from ...parallel_runtime.group.history import Pace, RunSetup
 from ...parallel_runtime.group.machine_check import checked_plan
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.planning.request_checks import LEAST_STEPS
@@ -156,32 +156,29 @@ def _explain(
     if seen.refused is not None:
         troubles.append(_trouble_row("trouble.weights", seen.refused))
     kind = run_kind(described.spec, work)
-    setup = RunSetup.of(degrees, plan.placement)
-    pace = next((one for one in runtime.history.paces(kind) if one.setup == setup), None)
+    setup, paces = RunSetup.of(degrees, plan.placement), runtime.history.paces(kind)
+    pace = next((one for one in paces if one.setup == setup), None)
     made = report(
         subject, plan, seen.inputs,
         free=[reading.free_bytes + reading.rank_bytes for reading in readings], decode=decode, pace=pace,
         benchmarks=readings[0].benchmarks if readings else (), troubles=troubles, compared=seen.compared,
     )  # fmt: skip
     fix = [asdict(change) for change in changes(requested, request)]
-    return made, {"fix": fix, **_measurements(plan, kind, measurable=not troubles)}, recommended
+    measured = {"times": [_pace_json(one) for one in paces], "split": _setup_json(setup)}
+    return made, {"fix": fix, **measured, "cost": None if troubles else _measuring_cost(plan, kind)}, recommended
 
 
-def _measurements(plan: RunPlan, kind: Hashable, *, measurable: bool) -> dict[str, Any]:
-    """Returns as JSON how the plan divides a run, the seconds a step that were measured, and the cost of measuring:
-    steps on each number of workers in turn, and their seconds if known."""
-    devices, history = plan.placement.devices, runtime.history
+def _measuring_cost(plan: RunPlan, kind: Hashable) -> dict[str, Any]:
+    """Returns as JSON the cost of measuring: steps on each number of workers in turn, and their seconds if known."""
+    devices = plan.placement.devices
     workers = _device_counts(len(devices))
-    seconds = history.cost(kind, workers, MEASURED_STEPS)
-    cost = {"steps": MEASURED_STEPS, "workers": workers, "cpu": devices[0] == "cpu", "seconds": seconds}
-    return {
-        "split": _setup_json(RunSetup.of(plan.degrees, plan.placement)),
-        "times": [
-            {**_setup_json(pace.setup), "seconds": pace.seconds, "times": pace.speedup, "at": pace.at}
-            for pace in history.paces(kind)
-        ],
-        "cost": cost if measurable else None,
-    }
+    seconds = runtime.history.cost(kind, workers, MEASURED_STEPS)
+    return {"steps": MEASURED_STEPS, "workers": workers, "cpu": devices[0] == "cpu", "seconds": seconds}
+
+
+def _pace_json(pace: Pace) -> dict[str, Any]:
+    """Returns one bar of the chart as JSON: the measured seconds, and how the run was divided."""
+    return {**_setup_json(pace.setup), "seconds": pace.seconds, "times": pace.speedup, "at": pace.at}
 
 
 def _setup_json(setup: RunSetup) -> dict[str, Any]:

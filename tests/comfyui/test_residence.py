@@ -29,11 +29,11 @@ def test_two_models_in_turn_are_loaded_once_and_a_third_makes_room(server: Serve
     def run(family: str) -> tuple[bool, bool]:
         """Was it there already, and did another one go?"""
         job = replace(FLUX, family=family)
-        there, since = f"{family}.safetensors" in loaded(server), server.log_size()
+        was_loaded, since = f"{family}.safetensors" in loaded(server), server.log_size()
         ours = latent_of(server.client.run(sampling_graph(job, "CPSampler", RING_2)))
         log = server.log(since)
         assert apart(ours, latent_of(server.client.run(sampling_graph(job, "KSampler")))) <= BAR
-        return there, "unloading the workers' model" in log
+        return was_loaded, "unloading the workers' model" in log
 
     for family in ("qwen_image", "flux_dev", "wan_t2v"):
         run(family)

@@ -99,9 +99,8 @@ class ContextAttention:
         repeat = any(local % (heads // key_heads) for local in by_rank)  # a rank's query heads need a part of a group
         counts = (heads, heads if repeat else key_heads)
         tokens_by_rank = self.streams.tokens_by_rank(self.query_streams), self.streams.tokens_by_rank(self.key_streams)
-        max_chunks = (
-            MAX_HEAD_CHUNKS if self.streams.pipefusion is None else 1
-        )  # PipeFusion caches keys of all heads at once
+        # PipeFusion caches keys of all heads at once.
+        max_chunks = MAX_HEAD_CHUNKS if self.streams.pipefusion is None else 1
         chunks = head_chunks(
             self.mesh, query, counts, tokens_by_rank, self.query_streams == self.key_streams, max_chunks
         )

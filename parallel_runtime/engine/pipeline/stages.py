@@ -66,7 +66,7 @@ def _placeholder(ref: BlockRef) -> PlaceholderBlock:
         out = tuple(tree_map_only(Tensor, like_nan, arguments[name]) for name in ref.module_plan.updated_args)
         return out[0] if len(out) == 1 else out
 
-    forward.__signature__ = signature  # type: ignore[attr-defined]
+    forward.__signature__ = signature  # type: ignore[attr-defined]  # what inspect.signature reads
     return type(type(ref.block).__name__, (PlaceholderBlock,), {"forward": forward})(ref.block)
 
 

@@ -85,8 +85,8 @@ class RowDivision(ExitStack):
         call = self._signature.bind(*args, **kwargs)
         arguments, x = call.arguments, call.arguments["x"]
         options = dict(arguments.get("transformer_options") or {})
-        whole = any(arguments.get(name) is not None for name in self._plan.refused_split)
-        if not whole and (levels := self.levels_of(x.shape)) is not None:
+        is_full = any(arguments.get(name) is not None for name in self._plan.refused_split)
+        if not is_full and (levels := self.levels_of(x.shape)) is not None:
             before = random_states(x.device) if options.get("patches") else None
             with self._dividing(levels, options.get(OVERRIDE)):
                 local_options = options | self._patches.of(options, levels, list(x.shape)) | {OVERRIDE: self._override}
@@ -170,8 +170,10 @@ class RowDivision(ExitStack):
     def _normed_convolution(self, forward: Forward, layers: list[nn.Module], x: Tensor) -> Tensor:
         """Computes a group norm, elementwise layers, and a convolution of 3 x 3 pixels, of this rank's rows and one
         more at each side, which travel with the norm's statistics."""
+        out: Tensor
         if (levels := self._levels) is None:
-            return forward(x)  # type: ignore[no-any-return]
+            out = forward(x)
+            return out
         norm, *between, convolution = layers
         try:
             self._handlers = WITH_EDGES
@@ -183,7 +185,8 @@ class RowDivision(ExitStack):
             if levels.index == levels.ranks.size - 1:
                 x.narrow(levels.dim, x.shape[levels.dim] - 1, 1).zero_()
             self._handlers = OF_EDGES
-            return convolution(x)  # type: ignore[no-any-return]
+            out = convolution(x)
+            return out
         finally:
             self._handlers = HANDLERS
 
