@@ -36,10 +36,10 @@ class AttentionKernel:
     as a ring needs. `cudnn` marks a kernel of cuDNN: ROCm has none, and some versions must not be in a CUDA graph.
     `low_precision` marks one that not every attention of a network tolerates.
 
-    "auto" includes it in the `benchmark` of a ring's key blocks ("block"), of full keys ("full"), or of both. "block"
-    counts only on the (major) compute capabilities `fastest_on`, on which the kernel was the fastest in every
-    measurement; without `fastest_on` it counts everywhere. Where no benchmark is possible the first kernel of the table
-    that counts is chosen.
+    "auto" includes it in the `benchmark` of a ring's key blocks ("block"), of full keys ("full"), or of both; in that
+    of blocks only on the (major) compute capabilities `fastest_on`, on which the kernel was the fastest in every
+    measurement, or on all if there are none. Where no benchmark is possible blocks take the first kernel of the table
+    that would be in it, and full keys the first one that is `fastest_on` the GPU.
     """
 
     name: str

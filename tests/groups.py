@@ -107,6 +107,11 @@ def workers_of(group: WorkerGroup) -> list[int]:
     return list(group.pids)
 
 
+def models_of(group: WorkerGroup) -> list[set[str]]:
+    """The fingerprints of the models that each rank has now."""
+    return [{model.fingerprint for model in readings.weights} for readings in group.measure()]
+
+
 def listening_addresses(pids: list[int]) -> list[str]:
     """The IPv4 and IPv6 addresses on which these processes listen, as /proc/net writes them."""
     inodes = set()

@@ -272,14 +272,14 @@ def _speed(work: Work, plan: RunPlan, profile: DeviceProfile | None) -> str:
     if profile is None or not profile.bytes_per_second:
         return ""
     degrees = plan.degrees
-    lane = replace(degrees, cfg_degree=1, data_degree=1, shares=())
-    several, alone = (evaluation_seconds(work, each, profile) for each in (lane, Parallelism()))
+    group = replace(degrees, cfg_degree=1, data_degree=1, shares=())
+    several, alone = (evaluation_seconds(work, each, profile) for each in (group, Parallelism()))
     times = RunSetup.of(degrees, plan.placement).credible(alone / several) if several else None
     if times is None:
         return ""
     groups = degrees.cfg_degree * degrees.data_degree
     measured = {"link": f"{profile.bytes_per_second / 1e9:.1f}", "flops": f"{profile.flops_per_second / 1e12:.1f}"}
-    return say("speed.lanes" if groups > 1 else "speed", times=f"{times:.2f}", lanes=groups, **measured)
+    return say("speed.groups" if groups > 1 else "speed", times=f"{times:.2f}", groups=groups, **measured)
 
 
 def _warnings(subject: Subject, plan: RunPlan, guided: bool, needed: Sequence[int], free: Sequence[int]) -> list[str]:

@@ -2,8 +2,8 @@
 
 MemoryModel.fits decides whether a plan fits, with two reserves. ACTIVATION_RESERVE_TENSORS is what a forward needs
 beside the weights, and a ControlNet once more; a network without a split plan counts as one without activations, as
-nothing tells its tokens. UNFILLED_SHARE of the budget stays empty where `auto` fills a device with blocks: room for
-what is not counted.
+nothing tells its tokens. UNFILLED_SHARE of the budget stays empty where `auto` fills a device with blocks, and where
+blocks are shared out to the stages of a pipeline if all have so much: it is for what is not counted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .network_stats import Work
 from .stage_blocks import cached_bytes_per_block, cached_key_value_bytes, outside_bytes, staged_weight_bytes
 from .work_shares import in_proportion
 
-UNFILLED_SHARE = 0.08  # of the budget stays empty where auto places as many blocks on a device as fit
+UNFILLED_SHARE = 0.08  # of the budget stays empty where as many blocks are placed on a device as fit
 # Activations at the peak of a transformer block, in tensors of [local tokens, width]: residuals, q, k, v, MLP; and
 # buffers of ring and Ulysses attention, up to 10 of these tensors where they are too large to be reused.
 ACTIVATION_RESERVE_TENSORS = 20
@@ -198,7 +198,7 @@ class MemoryModel:
         enough."""
         work, degrees, budget = self.work, self.degrees, self.capacity.device_bytes
         needed = work.network.weight_bytes + max(self.activation_bytes_by_rank)
-        block_bytes = ring_block_bytes(work.most_sequences(degrees) * work.sequence_bytes, degrees)
+        block_bytes = work.ring_block_bytes(work.most_sequences(degrees) * work.sequence_bytes, degrees)
         return budget is not None and degrees.ring_degree * block_bytes <= ALL_GATHERED_SHARE * (budget - needed)
 
     @property
@@ -242,11 +242,3 @@ def estimate_activation_bytes(work: Work, degrees: Parallelism) -> tuple[int, ..
         sequences = work.sequences_of_group(degrees, number // degrees.cfg_degree % degrees.data_degree)
         sizes += [tensors * work.sequence_bytes * sequences * share // sum(shares) for share in shares]
     return tuple(sizes)
-
-
-def ring_block_bytes(tensor_bytes: float, degrees: Parallelism) -> float:
-    """Returns the size of the block that each rank gives to a ring: keys and values in the dtype that attention reads,
-    or the tokens that both are made of. `tensor_bytes` is the size of one of these tensors on all ranks together:
-    for a dtype of fixed size its callers would have to tell the number of elements too."""
-    tensors = 1 if degrees.options.rotate_method == "tokens" else 2
-    return tensors * tensor_bytes / degrees.context_parallel_size

@@ -16,7 +16,7 @@ from parallel_runtime.commands.migrate import REPLACEMENTS
 
 from .stock_canvas import BYPASSED, Canvas, Place
 
-Outcome = Literal["refused", "not known", "undivided", "by lanes", "divided"]
+Outcome = Literal["refused", "not known", "undivided", "by groups", "divided"]
 WORST_FIRST = get_args(Outcome)
 OURS = set(REPLACEMENTS.values())
 PLANNED = {kind.partition(":")[2] for network in ARCHITECTURES for kind in network.kinds}
@@ -140,8 +140,8 @@ def _verdict(canvas: Canvas, sampler: Place) -> Verdict:
     unplanned = [kind for kind in kinds if kind not in PLANNED]
     if whole or unplanned:
         why = f"{unplanned[0]} has no plan" if unplanned else WHOLE[whole[0]]
-        lanes = not whole and _guided(canvas, sampler, guiders)
-        return verdict("by lanes" if lanes else "undivided", why)
+        by_groups = not whole and _guided(canvas, sampler, guiders)
+        return verdict("by groups" if by_groups else "undivided", why)
     return verdict("divided")
 
 

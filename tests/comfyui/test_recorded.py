@@ -95,7 +95,7 @@ def test_what_workflows_do(server: Server, variation: str) -> None:
     assert replays(server) > before
 
 
-def test_prompts_and_images_in_lanes(server: Server) -> None:
+def test_prompts_and_images_in_groups(server: Server) -> None:
     for parallel in (Parallel(cfg_degree=2, devices="cpu,cpu"), Parallel(data_degree=2, cfg_degree=1)):
         is_the_same(server, replace(FLUX, batch=2), parallel)
         assert replays(server) > 0

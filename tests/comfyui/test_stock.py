@@ -45,7 +45,7 @@ def patch(kind: str) -> Json:
         (canvas("wan2.2_i2v_14B_fp8_scaled.safetensors", controlled=True), "divided", ""),
         (canvas("sd_xl_base_1.0.safetensors"), "divided", ""),
         (canvas("sd_xl_base_1.0.safetensors", patch("HyperTile")), "divided", ""),
-        (canvas("seedvr2_3b.safetensors"), "by lanes", "NaDiT has no plan"),
+        (canvas("seedvr2_3b.safetensors"), "by groups", "NaDiT has no plan"),
         (canvas("seedvr2_3b.safetensors", cfg=1), "undivided", "NaDiT has no plan"),
         (canvas("flux1-dev.safetensors", patch("HyperTile")), "undivided", "attn1_patch of HyperTile"),
         (canvas("flux1-dev.safetensors", patch("SomethingNew")), "not known", "SomethingNew"),
@@ -78,10 +78,10 @@ def test_a_model_reaches_a_sampler_inside_of_subgraphs_and_past_what_is_bypassed
         "definitions": {"subgraphs": [inner]},
     }
     (verdict,) = read("nested", outer).of_samplers
-    assert (verdict.network, verdict.outcome) == ("NaDiT", "by lanes")
+    assert (verdict.network, verdict.outcome) == ("NaDiT", "by groups")
 
 
-@pytest.mark.parametrize(("cfg", "outcome"), [(4.0, "by lanes"), (1, "undivided")])
+@pytest.mark.parametrize(("cfg", "outcome"), [(4.0, "by groups"), (1, "undivided")])
 def test_a_sampler_with_a_socket_for_the_algorithm_has_its_cfg_in_the_same_place(cfg: float, outcome: str) -> None:
     workflow = canvas("seedvr2_3b.safetensors")
     workflow["nodes"][-1] |= {"type": "SamplerCustom", "widgets_values": [True, 0, "fixed", cfg]}

@@ -57,8 +57,8 @@ def error_while_skipping(rank: int, world: int, kind: str, degrees: list[int], c
 
 
 @torch.no_grad()
-def lanes_decide_for_themselves(rank: int, world: int) -> list[bool]:
-    """Two lanes of two ranks: the first one's prompt moves much, the second one's little."""
+def groups_decide_for_themselves(rank: int, world: int) -> list[bool]:
+    """Two groups of two ranks: the first one's prompt moves much, the second one's little."""
     place, degrees = mesh(1, 2, 2), parallelism(1, 2, 2)
     transformer, first = build("flux"), inputs("flux", text=5 if rank < 2 else 1)
     attach(transformer, place, degrees)

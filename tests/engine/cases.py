@@ -37,8 +37,8 @@ def random_errors(
         collectives.empty, collectives.zeros = torch.empty, torch.zeros
 
 
-def waves_errors(rank: int, world: int, degrees: list[int], seeds: list[int], grouped: bool) -> list[float]:
-    """The same where heads travel in waves, as they do where much is sent."""
+def chunked_errors(rank: int, world: int, degrees: list[int], seeds: list[int], grouped: bool) -> list[float]:
+    """The same where heads travel in chunks, as they do where much is sent."""
     worth, ulysses.MIN_HIDDEN_BYTES = ulysses.MIN_HIDDEN_BYTES, 0
     try:
         return random_errors(rank, world, degrees, seeds, {}, grouped)

@@ -29,7 +29,7 @@ CASES = (
     "model_cases",
     "cache_cases",
     "compile_cases",
-    "race_cases",
+    "kernel_choice_cases",
     "device_cases",
     "share_cases",
     "refusals",

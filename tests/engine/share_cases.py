@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from .cases import random_errors, waves_errors
+from .cases import chunked_errors, random_errors
 from .model_cases import forward_error
 from .side_cases import cross_errors, pair_errors, replica_errors
 
-KINDS = ("plain", "collected", "grouped", "waves", "cross", "replica", "pairs")
+KINDS = ("plain", "collected", "grouped", "chunks", "cross", "replica", "pairs")
 
 
 def random_shares(choose: random.Random, world: int) -> tuple[int, ...]:
@@ -37,8 +37,8 @@ def _attention(kind: str, world: int, rank: int, degrees: list[Any], seed: int) 
         return replica_errors(rank, world, degrees, [seed], [["text"], ["image"]][seed % 2])
     if kind == "pairs":
         return pair_errors(rank, world, degrees, [seed], "alltoall")
-    if kind == "waves":
-        return waves_errors(rank, world, degrees, [seed], grouped=bool(seed % 2))
+    if kind == "chunks":
+        return chunked_errors(rank, world, degrees, [seed], grouped=bool(seed % 2))
     options = {"rotate_method": "allgather"} if kind == "collected" else {}
     return random_errors(rank, world, degrees, [seed], options, grouped=kind == "grouped")
 

@@ -89,9 +89,9 @@ def test_masks_arrive_in_the_order_of_the_keys(groups: Groups, degrees: Degrees)
 
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("degrees", [(1, 2), (1, 3), (1, 4), (2, 2)], ids=str)
-def test_heads_that_travel_in_waves_are_exact(groups: Groups, degrees: Degrees, grouped: bool) -> None:
-    call = {"degrees": degrees, "seeds": _seeds(8, "waves", degrees), "grouped": grouped}
-    answers = groups(_world(degrees)).run(f"{CASES}:waves_errors", **call)
+def test_heads_that_travel_in_chunks_are_exact(groups: Groups, degrees: Degrees, grouped: bool) -> None:
+    call = {"degrees": degrees, "seeds": _seeds(8, "chunks", degrees), "grouped": grouped}
+    answers = groups(_world(degrees)).run(f"{CASES}:chunked_errors", **call)
     assert max(error for errors in answers for error in errors) <= BAR
 
 

@@ -71,7 +71,7 @@ def test_giving_back_means_the_allocators_cache_on_every_kind_of_device(monkeypa
     assert calls == ["emptied", "emptied"]
 
 
-def test_both_prompts_of_a_lane_count_for_memory_since_they_run_as_one_batch() -> None:
+def test_both_prompts_of_a_group_count_for_memory_since_they_run_as_one_batch() -> None:
     tensor = 100 * 64 * 2
     work = FIGURES.work(1, 100, prompts=2)
     assert max(estimate_activation_bytes(work, Parallelism())) == ACTIVATION_RESERVE_TENSORS * 2 * tensor
@@ -79,7 +79,7 @@ def test_both_prompts_of_a_lane_count_for_memory_since_they_run_as_one_batch() -
     assert max(estimate_activation_bytes(work, Parallelism(ring_degree=2))) == ACTIVATION_RESERVE_TENSORS * tensor
 
 
-def test_rows_count_as_far_as_one_lane_has_them() -> None:
+def test_rows_count_as_far_as_one_group_has_them() -> None:
     work = FIGURES.work(3, 100)
     assert (
         max(estimate_activation_bytes(work, Parallelism(data_degree=2)))

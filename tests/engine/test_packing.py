@@ -48,31 +48,31 @@ def laid_out(layout: str, batch: int, tokens: int) -> list[Tensor]:
     return {"heads first": turned, "mixed": [turned[0], *made[1:]]}.get(layout, [*made])
 
 
-def expected(tensors: Sequence[Tensor], parts: tuple[int, ...], wave: int, waves: int) -> Tensor:
-    """For each rank, of each token, the heads of each tensor that the rank attends with in this wave."""
+def expected(tensors: Sequence[Tensor], parts: tuple[int, ...], chunk: int, chunks: int) -> Tensor:
+    """For each rank, of each token, the heads of each tensor that the rank attends with in this chunk."""
     pieces, first = [], 0
     for own in chunk_sizes(HEADS, parts):
-        start, count = chunk_range(own, waves, wave)
+        start, count = chunk_range(own, chunks, chunk)
         chosen = [tensor[:, :, first + start : first + start + count].transpose(0, 1) for tensor in tensors]
         pieces.append(torch.cat(chosen, 2).flatten())
         first += own
     return torch.cat(pieces)
 
 
-@pytest.mark.parametrize("wave", [0, 1])
+@pytest.mark.parametrize("chunk", [0, 1])
 @pytest.mark.parametrize("parts", [EVEN, UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_heads_are_packed_by_one_cat_of_at_most_four_dims(
-    monkeypatch: pytest.MonkeyPatch, layout: str, batch: int, parts: tuple[int, ...], wave: int
+    monkeypatch: pytest.MonkeyPatch, layout: str, batch: int, parts: tuple[int, ...], chunk: int
 ) -> None:
     monkeypatch.setattr(ulysses, "all_to_all", lambda send, *_: send)
     monkeypatch.setattr(collectives, "zeros", lambda shape, **options: torch.full(shape, torch.nan, **options))
     tensors = laid_out(layout, batch, TOKENS[1])
-    packed = ulysses.all_to_all_layout((HEADS,) * 3, parts, TOKENS, 1, batch, DIM, wave, 2)
+    packed = ulysses.all_to_all_layout((HEADS,) * 3, parts, TOKENS, 1, batch, DIM, chunk, 2)
     with Packing() as seen:
         send: Any = ulysses.to_heads(tensors, packed, MeshDim(), Streams(MeshDim()), "queries")
-    assert torch.equal(send, expected(tensors, parts, wave, 2))
+    assert torch.equal(send, expected(tensors, parts, chunk, 2))
     joined = layout in ("tokens first", "in one")
     assert set(seen.dims) == {batch + 2 if joined else 4}
     assert len(seen.dims) == len(packed.runs[0]) * (1 if joined else batch)
@@ -84,9 +84,9 @@ def test_heads_are_packed_by_one_cat_of_at_most_four_dims(
 def test_heads_that_come_back_are_in_their_places(layout: str, batch: int) -> None:
     want, *_ = laid_out(layout, batch, TOKENS[1])
     out = torch.empty_like(want)
-    for wave in (0, 1):
-        back = ulysses.all_to_all_layout((HEADS,), UNEVEN, TOKENS, 1, batch, DIM, wave, 2)
-        ulysses.write_returned(expected([want], UNEVEN, wave, 2), back, out)
+    for chunk in (0, 1):
+        back = ulysses.all_to_all_layout((HEADS,), UNEVEN, TOKENS, 1, batch, DIM, chunk, 2)
+        ulysses.write_returned(expected([want], UNEVEN, chunk, 2), back, out)
     assert torch.equal(out, want)
 
 

@@ -48,9 +48,9 @@ def test_shares_are_proportions() -> None:
 
 def place(shares: tuple[int, ...], index: int, ring: int, ulysses: int, data: int = 1) -> ContextMesh:
     """Rank `index` of those that `shares` are of."""
-    lane, own = divmod(index, ring * ulysses)
+    group, own = divmod(index, ring * ulysses)
     return ContextMesh(
-        data=MeshDim(size=data, index=lane),
+        data=MeshDim(size=data, index=group),
         ring=MeshDim(size=ring, index=own // ulysses),
         ulysses=MeshDim(size=ulysses, index=own % ulysses),
         context=MeshDim(size=ring * ulysses, index=own),
@@ -76,9 +76,9 @@ def test_stages_of_a_pipeline_cut_alike() -> None:
 def test_heads_travel_in_proportion() -> None:
     query, spread = torch.empty(1, 10, 24, 8), (60, 40)
     for index, heads in enumerate((14, 10)):
-        (wave,) = head_chunks(place((3, 2), index, 1, 2), query, (24, 24), (spread, spread), True)
-        assert wave.inbound.heads == (heads,)
-        assert wave.first == 14 * index
+        (chunk,) = head_chunks(place((3, 2), index, 1, 2), query, (24, 24), (spread, spread), True)
+        assert chunk.inbound.heads == (heads,)
+        assert chunk.first == 14 * index
 
 
 @pytest.mark.parametrize(

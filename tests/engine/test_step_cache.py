@@ -51,8 +51,8 @@ def test_what_ranks_skip_and_compute_is_what_one_process_does(
     assert max(errors) <= BAR
 
 
-def test_lanes_of_guidance_decide_each_for_itself(groups: Groups) -> None:
-    answers = groups(4).run(f"{CASES}:lanes_decide_for_themselves")
+def test_groups_of_guidance_decide_each_for_itself(groups: Groups) -> None:
+    answers = groups(4).run(f"{CASES}:groups_decide_for_themselves")
     assert answers == [[False, False], [False, False], [False, True], [False, True]]
 
 

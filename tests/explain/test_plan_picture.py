@@ -15,13 +15,13 @@ MESHES = list(itertools.product((1, 2), (1, 2), (1, 3), (1, 4)))
 
 
 @pytest.mark.parametrize(("data", "cfg", "ring", "ulysses"), MESHES)
-def test_every_lane_covers_the_sequence_once_and_every_ulysses_group_the_heads(data, cfg, ring, ulysses):
+def test_every_group_covers_the_sequence_once_and_every_ulysses_group_the_heads(data, cfg, ring, ulysses):
     degrees = Parallelism(data_degree=data, cfg_degree=cfg, ring_degree=ring, ulysses_degree=ulysses)
     shown = parts(RunPlan(degrees=degrees, placement=Placement(devices=("cpu",) * degrees.world_size)))
     assert [part.rank for part in shown] == list(range(degrees.world_size))
     size = degrees.context_parallel_size
-    for lane in range(data * cfg):
-        members = shown[lane * size : (lane + 1) * size]
+    for group in range(data * cfg):
+        members = shown[group * size : (group + 1) * size]
         assert len({part.lane for part in members}) == 1
         assert covered([part.tokens for part in members])
         for group in range(ring):

@@ -23,7 +23,7 @@ from parallel_runtime.wire.readings import KernelBenchmark, Readings
 
 from .reports import report
 
-RACE = KernelBenchmark(
+BENCHMARK = KernelBenchmark(
     "2304 queries x 2304 keys, 24 heads of 128, bfloat16", ("_native_cudnn", "_native_flash"), (310.5, 480.0)
 )
 WORK = NetworkStats(name="FLUX", heads=24, layers=57, width=3072, weights=10, weight_bytes=20, item_bytes=2).work(
@@ -48,7 +48,7 @@ def words(
     weights: WeightPlacement | None = None,
     entries_per_call: int = 0,
     work: Work = WORK,
-    benchmarks: Sequence[KernelBenchmark] = (RACE,),
+    benchmarks: Sequence[KernelBenchmark] = (BENCHMARK,),
     **degrees: Any,
 ) -> str:
     return report_of(work, divided(degrees), guided, batch_coupled, weights, entries_per_call, benchmarks)
@@ -61,7 +61,7 @@ def report_of(
     batch_coupled: bool = False,
     weights: WeightPlacement | None = None,
     entries_per_call: int = 0,
-    benchmarks: Sequence[KernelBenchmark] = (RACE,),
+    benchmarks: Sequence[KernelBenchmark] = (BENCHMARK,),
 ) -> str:
     tokens = {"image": 4096, "text": 512}
     subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens=tokens, work=work, batch_coupled=batch_coupled)
@@ -88,27 +88,27 @@ def test_the_kernel_that_won_is_named_with_its_time_and_that_of_the_loser() -> N
     )
 
 
-def test_where_keys_are_whole_a_race_is_told_for_that() -> None:
-    race = replace(RACE, kernels=("_native_cudnn", FALLBACK), what="full")
-    text = words(ulysses_degree=2, benchmarks=[race])
+def test_where_keys_are_whole_the_benchmark_is_that_of_full_keys() -> None:
+    measured = replace(BENCHMARK, kernels=("_native_cudnn", FALLBACK), what="full")
+    text = words(ulysses_degree=2, benchmarks=[measured])
     assert "Kernel: _native_cudnn with 310.5 us, before ComfyUI's own with 480 us, for full keys, 2304 queries" in text
-    assert "Kernel" not in words(ring_degree=2, benchmarks=[race])
-    assert "Kernel" not in words(benchmarks=[race])
+    assert "Kernel" not in words(ring_degree=2, benchmarks=[measured])
+    assert "Kernel" not in words(benchmarks=[measured])
 
 
 @pytest.mark.parametrize(("own", "advised"), [(480.0, True), (350.0, False), (300.0, False)])
 def test_one_worker_is_told_of_a_kernel_that_is_clearly_faster_than_comfyuis_own(own: float, advised: bool) -> None:
     kernels, times = zip(*sorted({FALLBACK: own, "_native_cudnn": 310.5}.items(), key=lambda one: one[1]), strict=True)
-    race = replace(RACE, kernels=kernels, microseconds=times, what="alone")
-    text = words(benchmarks=[race])
+    measured = replace(BENCHMARK, kernels=kernels, microseconds=times, what="alone")
+    text = words(benchmarks=[measured])
     assert ("set attention_backend to _native_cudnn in CP Parallel Config" in text) == advised
     assert ("ComfyUI's own, with 480 us" in text) == advised
-    assert "Kernel" not in words(benchmarks=[race], attention_backend="native")
-    assert "Kernel" not in words(benchmarks=[race], ulysses_degree=2)
+    assert "Kernel" not in words(benchmarks=[measured], attention_backend="native")
+    assert "Kernel" not in words(benchmarks=[measured], ulysses_degree=2)
 
 
 @pytest.mark.parametrize("degrees", [{"ulysses_degree": 2}, {"ring_degree": 2, "attention_backend": "flash"}], ids=str)
-def test_where_nothing_races_nothing_is_said(degrees: dict) -> None:
+def test_without_a_benchmark_nothing_is_said(degrees: dict) -> None:
     assert "Kernel" not in words(**degrees)
 
 
@@ -122,8 +122,8 @@ def test_a_network_that_no_plan_cuts_has_a_report_once_the_workers_have_measured
     assert "cfg_degree 2" in text
 
 
-def test_a_race_comes_through_with_the_other_readings() -> None:
-    message = Heartbeat(3, None, Readings(1, 2, benchmarks=(RACE,)))
+def test_a_benchmark_comes_through_with_the_other_readings() -> None:
+    message = Heartbeat(3, None, Readings(1, 2, benchmarks=(BENCHMARK,)))
     assert decode(encode(message)) == message
 
 

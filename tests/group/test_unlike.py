@@ -28,7 +28,7 @@ def test_latents_stay_the_same_on_cards_of_two_kinds(monkeypatch: pytest.MonkeyP
 
 
 def test_cards_of_one_kind_with_another_cudnn_are_unlike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has other kernels: they round in other ways, and one machine might race alone with what only it may take."""
+    """It has other kernels: they round in other ways, and one machine would benchmark kernels that only it has."""
     card = SimpleNamespace(name="NVIDIA H100 80GB HBM3", multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
     kinds = []

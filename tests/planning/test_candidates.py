@@ -119,7 +119,7 @@ def test_shares_are_the_workers_in_their_order(shares, come_to):
     assert shares_of(shares=shares) == come_to
 
 
-def test_workers_that_join_another_lane_keep_their_shares():
+def test_workers_that_join_another_group_keep_their_shares():
     assert shares_of(cfg_degree=2, shares="3,2") == (3, 2)
 
 

@@ -13,7 +13,6 @@ from parallel_runtime.planning.memory_model import (
     Capacity,
     MemoryModel,
     estimate_activation_bytes,
-    ring_block_bytes,
 )
 from parallel_runtime.planning.network_stats import NetworkStats, Work
 from parallel_runtime.planning.plan_inputs import PlanInputs
@@ -116,7 +115,7 @@ def test_a_ring_collects_where_the_link_is_fast_and_there_is_room() -> None:
     needed = (
         FLUX.weight_bytes
         + max(estimate_activation_bytes(work, RING))
-        + RING.ring_degree * ring_block_bytes(work.activation_bytes, RING) / ALL_GATHERED_SHARE
+        + RING.ring_degree * work.ring_block_bytes(work.activation_bytes, RING) / ALL_GATHERED_SHARE
     )
     for free, method in ((needed + 2, "allgather"), (needed - 2, "alltoall")):
         assert rotating(work, RING, NVLINK, int(free)) == method

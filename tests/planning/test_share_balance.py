@@ -111,8 +111,8 @@ def test_each_model_and_division_has_its_own() -> None:
     assert shares_of(group, Parallelism(ring_degree=2)) == ()
 
 
-def test_lanes_of_prompts_have_as_much_to_do_whatever_their_shares() -> None:
-    """The second lane's ranks are half as fast, and so it takes twice as long: within each lane all is well."""
+def test_groups_of_prompts_have_as_much_to_do_whatever_their_shares() -> None:
+    """The second group's ranks are half as fast, and so it takes twice as long: within each group all is well."""
     group, degrees = balance(), Parallelism(ulysses_degree=2, cfg_degree=2)
     assert shares_of(group, degrees) == ()
     for _ in range(2):

@@ -46,7 +46,7 @@ def planned(gpus: int = 0, guided: bool = False, undivided: str = "", **request:
     ).degrees  # type: ignore[arg-type]
 
 
-def test_stages_take_the_workers_that_they_need_and_lanes_and_ulysses_the_rest() -> None:
+def test_stages_take_the_workers_that_they_need_and_groups_and_ulysses_the_rest() -> None:
     assert planned(pipeline_degree=2).mesh_shape == (2, 1, 1, 1, 1)
     assert planned(gpus=2, pipeline_degree=2, guided=True).mesh_shape == (2, 1, 1, 1, 1)
     assert planned(gpus=4, pipeline_degree=2, guided=True).mesh_shape == (2, 1, 2, 1, 1)
@@ -54,7 +54,7 @@ def test_stages_take_the_workers_that_they_need_and_lanes_and_ulysses_the_rest()
     assert planned(gpus=8, pipeline_degree=2, data_degree=2).mesh_shape == (2, 2, 1, 1, 2)
 
 
-def test_at_cfg_1_the_other_lane_of_a_stage_joins_its_ulysses() -> None:
+def test_at_cfg_1_the_other_group_of_a_stage_joins_its_ulysses() -> None:
     asked = {"gpus": 4, "pipeline_degree": 2, "cfg_degree": 2, "ulysses_degree": 1}
     assert planned(**asked, guided=True).mesh_shape == (2, 1, 2, 1, 1)  # type: ignore[arg-type]
     assert planned(**asked).mesh_shape == (2, 1, 1, 1, 2)  # type: ignore[arg-type]
@@ -152,10 +152,10 @@ def test_keys_and_values_of_patches_are_counted() -> None:
     assert max(cached_key_value_bytes(WORK, degrees)) == pytest.approx(kept)
     assert max(cached_key_value_bytes(WORK, exact.degrees)) == 0
     both = FLUX.work(1, 4608, prompts=2)
-    lanes = chosen(24, branches=2, cfg_degree=2, patches=4).degrees
+    both_groups = chosen(24, branches=2, cfg_degree=2, patches=4).degrees
     assert max(cached_key_value_bytes(both, degrees)) == pytest.approx(2 * kept), "of both prompts"
     assert max(cached_key_value_bytes(replace(both, prompts=1), degrees)) == pytest.approx(2 * kept), "one by one too"
-    assert max(cached_key_value_bytes(both, lanes)) == pytest.approx(kept), "each lane has its own"
+    assert max(cached_key_value_bytes(both, both_groups)) == pytest.approx(kept), "each group has its own"
     heads = replace(degrees, ulysses_degree=2)
     assert max(cached_key_value_bytes(WORK, heads)) == pytest.approx(kept / 2), "each rank has its heads"
     stages = stages_of(FLUX, degrees)

@@ -85,7 +85,7 @@ def test_parts_go_by_what_is_free_beside_all_else_and_are_alike_on_like_cards() 
     )
 
 
-def test_lanes_have_parts_of_their_own() -> None:
+def test_groups_have_parts_of_their_own() -> None:
     asked = unlike(48.0, 24.0, 24.0, 48.0, cfg_degree=2, ulysses_degree=2)
     first, second, third, fourth = weight_bytes(decide("shard", asked))
     assert first == fourth > second == third
@@ -120,7 +120,7 @@ def test_what_each_computes_needs_memory_by_its_own_share() -> None:
     assert long > mostly_small, "fewer tokens leave room for blocks"
 
 
-def test_images_that_a_lane_has_more_of_need_more_memory_there() -> None:
+def test_images_that_a_group_has_more_of_need_more_memory_there() -> None:
     degrees, work = Parallelism(data_degree=2, shares=(3, 1)), QWEN.work(8, 7000)
     first, second = estimate_activation_bytes(work, degrees)
     assert (first, second) == (6 * max(estimate_activation_bytes(QWEN.work(1, 7000), Parallelism())), first // 3)

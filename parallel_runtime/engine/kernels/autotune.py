@@ -87,7 +87,7 @@ def choose_kernel(
     if fake:
         return names[0]
     if batch_groups > 1:
-        return names[0] if what == "block" else _likely_fastest(names, query, sizes, mesh_dim)
+        return _likely_fastest(names, what, query, sizes, mesh_dim)
     # All names, also of kernels that this GPU lacks: other GPUs of the group may have them.
     all_names = [FALLBACK] * (what == "full") + benchmark_candidates(query.device.type, what) or ["native"]
     if len(all_names if mesh_dim.group_state.heterogeneous else names) == 1:
@@ -134,16 +134,21 @@ def _is_fastest(spec: AttentionKernel, device: torch.device) -> bool:
 
 
 def _likely_fastest(
-    names: Sequence[AttentionBackend], query: Tensor, sizes: AttentionSizes, mesh_dim: MeshDim
+    names: Sequence[AttentionBackend],
+    what: Literal["block", "full"],
+    query: Tensor,
+    sizes: AttentionSizes,
+    mesh_dim: MeshDim,
 ) -> AttentionBackend:
-    """Returns the kernel that is the fastest on the GPUs of all ranks, by its row; FALLBACK if there is none. This rank
-    has `names`."""
-    for name in benchmark_candidates(query.device.type, "full"):
-        if KERNELS[name].fastest_on:
-            likely = name in names and _is_fastest(KERNELS[name], query.device)
+    """Returns the kernel that is the fastest on the GPUs of all ranks, by its row; "native" for blocks, or FALLBACK for
+    full keys, if there is none. This rank has `names`."""
+    for name in benchmark_candidates(query.device.type, what):
+        spec = KERNELS[name]
+        if spec.fastest_on or what == "block":
+            likely = name in names and (not spec.fastest_on or _is_fastest(spec, query.device))
             if _available_on_all(name, query, sizes, mesh_dim, likely=likely):
                 return name
-    return FALLBACK
+    return "native" if what == "block" else FALLBACK
 
 
 def _available_on_all(

@@ -24,7 +24,7 @@ from ...loading.random_states import random_states, set_random_states
 from ...specs import Parallelism
 from ..attention.attention_override import OVERRIDE, AttentionOverride, backend_override, wrap_modules
 from ..comm.mesh import ContextMesh
-from ..comm.shared_scales import shared_input_scales
+from ..comm.nvfp4_scales import shared_input_scales
 from . import functions
 from .full_patches import FullPatches
 from .levels import Levels, LevelTokens, NoLevel, levels_of

@@ -24,7 +24,7 @@ from ...errors import Refused
 from ...specs import Parallelism
 from ..attention.attention_override import OVERRIDE, AttentionOverride, wrap_modules
 from ..comm.mesh import ContextMesh
-from ..comm.shared_scales import shared_input_scales
+from ..comm.nvfp4_scales import shared_input_scales
 from ..pipeline.pipefusion import PipeFusion, TurnEnded
 from ..rows.control_rows import ControlRowDivision
 from ..rows.row_division import CascadeDivision, RowDivision

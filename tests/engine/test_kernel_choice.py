@@ -24,7 +24,7 @@ from parallel_runtime.worker.models import Model, Models
 from ..groups import flux_job
 from .conftest import Groups
 
-CASES = "tests.engine.race_cases"
+CASES = "tests.engine.kernel_choice_cases"
 SPEC = ModelSpec(loader="tests", files=(), weight_dtype="float32")
 
 
@@ -39,7 +39,7 @@ def test_the_kernel_whose_slowest_rank_is_fastest_wins_on_every_rank(groups: Gro
 
 
 @pytest.mark.parametrize("heterogeneous", [False, True])
-def test_one_kernel_alone_is_not_raced(heterogeneous: bool) -> None:
+def test_one_kernel_alone_is_not_benchmarked(heterogeneous: bool) -> None:
     world = GroupState(heterogeneous=heterogeneous)
     sizes = autotune.AttentionSizes(batch=1, queries=7, keys=9, heads=2, head_dim=64, dtype=torch.bfloat16)
     query = torch.empty(1, 7, 2, 64, dtype=torch.bfloat16)
@@ -61,7 +61,7 @@ def test_where_a_rank_measured_nothing_sensible_nothing_is_believed(
 ) -> None:
     for answer in groups(2).run(f"{CASES}:winners", times=times):
         assert answer["won"] == [won, won]
-        assert answer["timed"] == list(times), "once: nobody races anew in every forward"
+        assert answer["timed"] == list(times), "once: nobody measures anew in every forward"
         assert bool(answer["results"]) == bool(won)
 
 
@@ -103,7 +103,7 @@ FAST = {FALLBACK: [3.0, 3.0], "_native_cudnn": [1.0, 2.0], "_native_flash": [2.5
         (False, FAST | {"_native_cudnn": [math.nan, 1.0]}, FALLBACK),
     ],
 )
-def test_where_keys_are_whole_all_ranks_take_the_winner_of_a_race_with_comfyuis_own(
+def test_where_keys_are_whole_all_ranks_take_the_fastest_of_theirs_and_comfyuis_own(
     groups: Groups, masked: bool, seconds: dict[str, list[float]], kernel: str
 ) -> None:
     answers = groups(2).run(f"{CASES}:kernels_taken", degrees=[1, 2], options={}, masked=masked, seconds=seconds)
@@ -113,7 +113,9 @@ def test_where_keys_are_whole_all_ranks_take_the_winner_of_a_race_with_comfyuis_
 
 
 @pytest.mark.parametrize(("capability", "kernel"), [([8, 9], FALLBACK), ([9, 0], "_native_cudnn")])
-def test_several_lanes_take_what_is_likely_and_do_not_race(groups: Groups, capability: list[int], kernel: str) -> None:
+def test_several_batch_groups_take_what_is_likely_and_measure_nothing(
+    groups: Groups, capability: list[int], kernel: str
+) -> None:
     seconds = {name: [1.0] * 4 for name in FAST} | {"flash": [0.1] * 4}
     given = {"degrees": [1, 2, 2], "options": {}, "masked": False, "seconds": seconds, "capability": capability}
     for answer in groups(4).run(f"{CASES}:kernels_taken", **given):
@@ -122,7 +124,7 @@ def test_several_lanes_take_what_is_likely_and_do_not_race(groups: Groups, capab
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("world", "degrees"), [(2, [1, 2]), (4, [1, 2, 2])], ids=str)
-def test_cards_of_unlike_capability_race_together_and_take_what_all_have(
+def test_cards_of_unlike_capability_measure_together_and_take_what_all_have(
     groups: Groups, world: int, degrees: list[int], masked: bool
 ) -> None:
     seconds = {name: [1.0] * world for name in FAST} | {FALLBACK: [3.0] * world}
@@ -130,6 +132,17 @@ def test_cards_of_unlike_capability_race_together_and_take_what_all_have(
     for answer in groups(world).run(f"{CASES}:kernels_taken", **given, fits=[True, False] * (world // 2)):
         assert answer["error"] <= 1e-5
         assert set(answer["taken"]) == {FALLBACK}
+
+
+@pytest.mark.parametrize(("fits", "kernels"), [([True] * 4, ["_native_cudnn"]), ([True, False] * 2, [])], ids=str)
+def test_rings_of_several_batch_groups_take_the_likely_fastest_kernel_that_all_their_ranks_have(
+    groups: Groups, fits: list[bool], kernels: list[str]
+) -> None:
+    seconds = {name: [1.0] * 4 for name in FAST}
+    given = {"degrees": [2, 1, 2], "options": {}, "masked": False, "seconds": seconds, "capability": [9, 0]}
+    for answer in groups(4).run(f"{CASES}:kernels_taken", **given, fits=fits):
+        assert answer["error"] <= 1e-5
+        assert (answer["timed"], sorted(set(answer["taken"]))) == ([], kernels)
 
 
 @pytest.mark.parametrize("degrees", [[1, 2], [2, 1]], ids=str)
@@ -194,10 +207,10 @@ def test_one_worker_keeps_its_bits_and_is_told_once_of_a_kernel_that_is_clearly_
         "each size once"
     )
     messages = [record.getMessage() for record in caplog.records]
-    races = [text for text in messages if text.startswith("[CP] kernels: ")]
-    assert len(races) == 2, "the log has the times of both sizes"
-    assert all("ComfyUI's own 2e+06 us, for 1" in text for text in races)
-    messages = [text for text in messages if text not in races]
+    benchmarks = [text for text in messages if text.startswith("[CP] kernels: ")]
+    assert len(benchmarks) == 2, "the log has the times of both sizes"
+    assert all("ComfyUI's own 2e+06 us, for 1" in text for text in benchmarks)
+    messages = [text for text in messages if text not in benchmarks]
     assert ["set attention_backend to _native_cudnn" in text for text in messages] == [True] * advised
 
 

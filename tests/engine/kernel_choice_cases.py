@@ -1,4 +1,4 @@
-"""Cases that ranks run on the race of kernels."""
+"""Cases that ranks run on the choice of kernels."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def kernels_taken(
     capability: list[int] | None = None,
     fits: list[bool] | None = None,
 ) -> dict[str, Any]:
-    """An attention whose kernels take `seconds[name][rank]` (none on a rank: has none): the error of this rank's rows,
-    which kernels attended, and what raced. FALLBACK is what attends where nothing is chosen. `fits`: is each rank's
-    card new enough for kernels? Of unlike capability are cards that do not say the same."""
+    """An attention whose kernels take `seconds[name][rank]` (none on a rank: it lacks that kernel): the error of this
+    rank's rows, which kernels attended, which were timed, and how many benchmarks there were. FALLBACK attends where
+    nothing is chosen. `fits`: is each rank's GPU new enough for kernels? If they differ, so do the GPUs."""
     taken: list[str] = []
     operator = registry.sdpa
 
@@ -62,17 +62,20 @@ def kernels_taken(
 
     def counted(name: str) -> registry.KernelFunction:
         def attend(
-            q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, _: bool
-        ) -> tuple[Tensor, None]:
+            q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, with_lse: bool
+        ) -> tuple[Tensor, Tensor | None]:
             if seconds[name][rank] < 0:
                 raise RuntimeError("No available kernel. Aborting execution.")
             taken.append(name)
-            return operator(q, k, v, mask, scale), None
+            if not with_lse:
+                return operator(q, k, v, mask, scale), None
+            out, lse = dispatch._cpu(q, k, v, None, scale)
+            return out, lse.squeeze(-1).transpose(1, 2)
 
         return registry.KernelFunction(spec=specs[name], function=attend)
 
     specs = {
-        name: replace(KERNELS[name], devices=("cpu",), package="", benchmark=("full",), cudnn=False)
+        name: replace(KERNELS[name], devices=("cpu",), package="", benchmark=("full", "block"), cudnn=False)
         for name in seconds
         if name != FALLBACK
     }
@@ -109,5 +112,5 @@ def kernels_taken(
         "error": max(errors),
         "taken": taken,
         "timed": sorted(set(timed)),
-        "raced": len(autotune.benchmark_results(place.context.group_state)),
+        "benchmarks": len(autotune.benchmark_results(place.context.group_state)),
     }
