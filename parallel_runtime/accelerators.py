@@ -28,9 +28,10 @@ class AttentionKernel:
     """A half-precision attention kernel.
 
     `name` is diffusers' name (the package's, if diffusers has none) and an option of the widget attention_backend. It
-    needs `package` in `min_version` or newer; "" for kernels of PyTorch itself. `function` of that package is called
-    like flash_attn_func, with softmax_scale and return_attn_probs=True, and returns (output, log-sum-exp [B, heads,
-    queries], ...); a kernel with "" has its own function in engine/kernels/registry.py. It runs on these kinds of
+    needs `package` in `min_version` or newer (as the distribution of that name says); "" for kernels of PyTorch itself.
+    `function` of that package is called like flash_attn_func, with softmax_scale and return_attn_probs=True, and
+    returns (output, log-sum-exp [B, heads, queries] of the scaled scores to base e, ...); a kernel with "" has its own
+    function in engine/kernels/registry.py. It runs on these kinds of
     `devices`, with heads of up to `max_head_dim`, of a multiple of `head_multiple` (of `head_dims` only, if there are
     any), and takes a mask where `masks` is set. With `log_sum_exp` it also returns that for attention without a mask,
     as a ring needs. `cudnn` marks a kernel of cuDNN: ROCm has none, and some versions must not be in a CUDA graph.

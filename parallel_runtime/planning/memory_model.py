@@ -195,11 +195,11 @@ class MemoryModel:
 
     def may_all_gather(self) -> bool:
         """Returns whether a ring may all-gather its keys and values: the budget is known, and ALL_GATHERED_SHARE is
-        enough."""
+        enough for all of them, as attention reads them."""
         work, degrees, budget = self.work, self.degrees, self.capacity.device_bytes
         needed = work.network.weight_bytes + max(self.activation_bytes_by_rank)
-        block_bytes = work.ring_block_bytes(work.most_sequences(degrees) * work.sequence_bytes, degrees)
-        return budget is not None and degrees.ring_degree * block_bytes <= ALL_GATHERED_SHARE * (budget - needed)
+        gathered = 2 * work.most_sequences(degrees) * work.sequence_bytes / degrees.ulysses_degree
+        return budget is not None and gathered <= ALL_GATHERED_SHARE * (budget - needed)
 
     @property
     def blocks(self) -> int:

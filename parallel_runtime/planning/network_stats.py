@@ -115,13 +115,6 @@ class Work:
         """Returns the size of one activation tensor of one sequence: what a stage of a pipeline passes to the next."""
         return self.tokens * self.network.width * self.network.item_bytes
 
-    def ring_block_bytes(self, tensor_bytes: float, degrees: Parallelism) -> float:
-        """Returns the size of the block that each rank gives to a ring: keys and values, or the tokens that both are
-        made of. `tensor_bytes` is the size of one of these tensors on all ranks together, whose numbers have
-        `network.item_bytes`; a ring sends them as they are."""
-        tensors = 1 if degrees.options.rotate_method == "tokens" else 2
-        return tensors * tensor_bytes / degrees.context_parallel_size
-
     def prompts_per_rank(self, degrees: Parallelism) -> int:
         return -(-self.prompts // degrees.cfg_degree)
 

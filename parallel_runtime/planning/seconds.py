@@ -130,7 +130,7 @@ def times_as_fast(work: Work, degrees: Parallelism, profile: DeviceProfile) -> f
 def attention_bytes(work: Work, degrees: Parallelism) -> float:
     """Returns the bytes that one rank sends in one attention; for a network that is split by rows the mean of all its
     attentions."""
-    all_to_all, per_hop = _sent_bytes(work, work.attention_tensor_bytes, degrees)
+    all_to_all, per_hop = _sent_bytes(work.attention_tensor_bytes, degrees)
     return all_to_all + per_hop * (degrees.ring_degree - 1)
 
 
@@ -151,19 +151,19 @@ def attention_seconds(work: Work, degrees: Parallelism, profile: DeviceProfile) 
 def _exposed_transfer(work: Work, compute: float, degrees: Parallelism, profile: DeviceProfile) -> float:
     """Returns the seconds of transfers that no computation hides."""
     ring, block = degrees.ring_degree, compute / degrees.ring_degree
-    all_to_all, send_recv = (
-        size / profile.bytes_per_second for size in _sent_bytes(work, work.activation_bytes, degrees)
-    )
+    all_to_all, send_recv = (size / profile.bytes_per_second for size in _sent_bytes(work.activation_bytes, degrees))
     if degrees.options.rotate_method == "allgather":
         return all_to_all + max(0.0, (ring - 1) * send_recv - block)
     return all_to_all + (ring - 1) * max(0.0, send_recv - block)
 
 
-def _sent_bytes(work: Work, tensor_bytes: float, degrees: Parallelism) -> tuple[float, float]:
-    """Returns what one rank sends for Ulysses, queries, keys, values and result, and in each hop of a ring.
-    `tensor_bytes` is the size of one of these tensors on all ranks together."""
+def _sent_bytes(tensor_bytes: float, degrees: Parallelism) -> tuple[float, float]:
+    """Returns what one rank sends for Ulysses, queries, keys, values and result, and in each hop of a ring: keys and
+    values, or the tokens that both are made of. `tensor_bytes` is the size of one of these tensors on all ranks
+    together."""
     share, ulysses = tensor_bytes / degrees.context_parallel_size, degrees.ulysses_degree
-    return 4 * share * (ulysses - 1) / ulysses, work.ring_block_bytes(tensor_bytes, degrees)
+    ring_tensors = 1 if degrees.options.rotate_method == "tokens" else 2
+    return 4 * share * (ulysses - 1) / ulysses, ring_tensors * share
 
 
 def _ring_block_count(degrees: Parallelism) -> int:

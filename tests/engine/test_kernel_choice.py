@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ import torch
 from parallel_runtime.accelerators import FALLBACK, KERNELS, AttentionKernel
 from parallel_runtime.engine.comm.mesh import ContextMesh, GroupState, MeshDim
 from parallel_runtime.engine.kernels import autotune
-from parallel_runtime.engine.kernels.dispatch import attend_native
+from parallel_runtime.engine.kernels.dispatch import attend_block, attend_native
 from parallel_runtime.engine.kernels.registry import FUNCTIONS, KernelFunction, sdpa
 from parallel_runtime.jobs import DemoJob
 from parallel_runtime.request import EngineOptions
@@ -190,6 +192,32 @@ def kernel_times(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     order = iter(list(times) * 9)
     monkeypatch.setattr(autotune, "time_runs", lambda run, _: (run(), times[next(order)])[1])
     return times
+
+
+@pytest.mark.parametrize(("base", "chosen"), [(math.e, "_native_cudnn"), (2.0, "native")])
+@pytest.mark.parametrize("backend", ["auto", "_native_cudnn"])
+@pytest.mark.parametrize("batch_groups", [1, 2])
+def test_a_ring_takes_no_kernel_whose_log_sum_exp_it_cannot_merge(
+    kernel_times: dict[str, float],
+    monkeypatch: pytest.MonkeyPatch,
+    base: float,
+    chosen: str,
+    backend: str,
+    batch_groups: int,
+) -> None:
+    spec = replace(KERNELS["_native_cudnn"], benchmark=("block",))
+
+    def attend(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = attend_block(*given[:3], None, None, "native")
+        return out, lse.squeeze(-1).transpose(1, 2) / math.log(base)
+
+    monkeypatch.setitem(KERNELS, spec.name, spec)
+    monkeypatch.setitem(FUNCTIONS, spec.name, KernelFunction(spec=spec, function=attend))
+    monkeypatch.setattr(autotune, "benchmark_candidates", lambda *_: ["_native_cudnn", "_native_flash"])
+    monkeypatch.setattr(autotune, "time_runs", lambda run, _: (run(), 1.0)[1])
+    sizes = autotune.AttentionSizes(batch=2, queries=40, keys=90, heads=4, head_dim=64, dtype=torch.float32)
+    query = torch.empty(2, 40, 4, 64)
+    assert autotune.choose_kernel(backend, query, sizes, MeshDim(), attend_native, batch_groups) == chosen
 
 
 @pytest.mark.parametrize(("seconds", "advised"), [(1.0, True), (1.8, False)])

@@ -36,8 +36,10 @@ log = logging.getLogger(__name__)
 Measure = Callable[[str], float]  # returns the seconds of one run of the kernel of this name, or one of these two:
 _NOT_HERE = math.inf  # this rank has no such kernel, or it computes something else: then no rank takes it
 _UNKNOWN = math.nan  # this rank could not find out: then the whole benchmark is not used
-_MAX_ERROR = 0.05  # of the values' deviation: half precision is ten times closer
+_MAX_ERROR = 0.05  # of the values' deviation, and of a log-sum-exp: half precision is ten times closer
 _MAX_ERROR_REQUESTED = 0.5  # a kernel requested by name may round more (sage)
+# Where no kernel is preferred: a ring needs a log-sum-exp, which ComfyUI's own attention does not give.
+_DEFAULT: dict[Literal["block", "full"], AttentionBackend] = {"block": "native", "full": FALLBACK}
 _CHECKED_QUERIES = 16  # queries that are computed anew in float32, of the first and the last head
 
 
@@ -94,7 +96,7 @@ def choose_kernel(
         return names[0]
     seconds = partial(_measure, sizes, query.device, fallback, names)
     times = slowest_rank_seconds(all_names, sizes, mesh_dim, seconds, query.device)
-    return min(times, key=times.__getitem__, default=names[0])
+    return min(times, key=times.__getitem__, default=_DEFAULT[what])
 
 
 def faster_kernel(query: Tensor, fallback: FullAttention, sizes: AttentionSizes, alone: MeshDim) -> str:
@@ -140,15 +142,15 @@ def _likely_fastest(
     sizes: AttentionSizes,
     mesh_dim: MeshDim,
 ) -> AttentionBackend:
-    """Returns the kernel that is the fastest on the GPUs of all ranks, by its row; "native" for blocks, or FALLBACK for
-    full keys, if there is none. This rank has `names`."""
+    """Returns the kernel that is the fastest on the GPUs of all ranks, by its row; _DEFAULT if there is none. This rank
+    has `names`."""
     for name in benchmark_candidates(query.device.type, what):
         spec = KERNELS[name]
         if spec.fastest_on or what == "block":
             likely = name in names and (not spec.fastest_on or _is_fastest(spec, query.device))
             if _available_on_all(name, query, sizes, mesh_dim, likely=likely):
                 return name
-    return "native" if what == "block" else FALLBACK
+    return _DEFAULT[what]
 
 
 def _available_on_all(
@@ -207,15 +209,14 @@ def _measure(
         if kernel and kernel.unsupported_reason(q, k, v, mask, with_lse=block):
             return _NOT_HERE
 
-        def run() -> Tensor:
+        def run() -> tuple[Tensor, Tensor | None]:
             if kernel is None:
                 assert fallback is not None
-                return fallback(q, k, v, mask, None)
-            return kernel.block(q, k, v, None)[0] if block else kernel.full(q, k, v, mask, None)
+                return fallback(q, k, v, mask, None), None
+            return kernel.block(q, k, v, None) if block else (kernel.full(q, k, v, mask, None), None)
 
-        if name != FALLBACK and not _is_accurate(
-            run(), (q, k, v), mask, _MAX_ERROR if with_timing else _MAX_ERROR_REQUESTED
-        ):
+        tolerance = _MAX_ERROR if with_timing else _MAX_ERROR_REQUESTED
+        if name != FALLBACK and not _is_accurate(*run(), (q, k, v), mask, tolerance):
             return _NOT_HERE
         return time_runs(run, device) if with_timing else 1.0
     except torch.OutOfMemoryError:
@@ -226,8 +227,11 @@ def _measure(
         return _NOT_HERE
 
 
-def _is_accurate(out: Tensor, inputs: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, tolerance: float) -> bool:
-    """Compares some rows with float32: some versions of some kernels compute something else."""
+def _is_accurate(
+    out: Tensor, lse: Tensor | None, inputs: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, tolerance: float
+) -> bool:
+    """Compares some rows, and their log-sum-exp if there is one, with float32: some versions of some kernels compute
+    something else."""
     q, k, v = inputs
     heads = [0, q.shape[2] - 1]
     queries = q[:, :_CHECKED_QUERIES, heads].transpose(1, 2).float() * q.shape[-1] ** -0.5
@@ -235,6 +239,10 @@ def _is_accurate(out: Tensor, inputs: tuple[Tensor, Tensor, Tensor], mask: Tenso
     if mask is not None:
         mask = (mask[:, heads] if mask.shape[1] > 1 else mask)[:, :, :_CHECKED_QUERIES]
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    if lse is not None:
+        lse_error = (lse[:, :_CHECKED_QUERIES, heads, 0].transpose(1, 2).float() - scores.logsumexp(-1)).abs().mean()
+        if not lse_error <= tolerance:
+            return False
     expected = (scores.softmax(-1) @ v[:, :, heads].transpose(1, 2).float()).transpose(1, 2)
     mean_error = (out[:, :_CHECKED_QUERIES, heads].float() - expected).abs().mean()
     return bool(mean_error <= tolerance * expected.std())  # not where it is not a number

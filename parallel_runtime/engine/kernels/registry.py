@@ -1,5 +1,5 @@
-"""The function of every kernel in accelerators.KERNELS, as PyTorch and the packages flash_attn, flash_attn_interface
-(FA3) and sageattention have it. Knows no ranks and no other way to attend.
+"""The function of every kernel in accelerators.KERNELS, as PyTorch and the packages of that table have it. Knows no
+ranks and no other way to attend.
 """
 
 from __future__ import annotations
