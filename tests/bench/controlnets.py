@@ -41,8 +41,7 @@ def main() -> None:
     comfy = find_comfy()
     assert comfy is not None
     with running_server(comfy, env={"CP_TEST_FAULT": "meter"}) as server:
-        for kind in "vaes", "control_nets":
-            server.write_tiny(kind)
+        server.write_tiny("vaes", "control_nets")
         harness.report(_rows(server, options), COLUMNS, options.json)
 
 

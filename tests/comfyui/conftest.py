@@ -49,7 +49,7 @@ def server(shared_server: Server, request: pytest.FixtureRequest) -> Iterator[Se
 @pytest.fixture(scope="session")
 def native_network(shared_server: Server) -> Callable[[str], Tensor]:
     """KSampler's latent of each network, sampled once; their files lie in the server's folders from now on."""
-    shared_server.write_tiny("networks", *SAMPLED)
+    shared_server.write_tiny(networks=SAMPLED)
     return functools.cache(lambda name: latent_of(shared_server.client.run(picture(name))))
 
 
@@ -69,7 +69,7 @@ def formats(comfy: ComfyInstall, shared_server: Server, tmp_path_factory: pytest
 @pytest.fixture
 def vaes(server: Server) -> Server:
     """The server with VAE files in its folders."""
-    server.write_tiny("vaes")
+    server.write_tiny()
     return server
 
 

@@ -12,7 +12,6 @@ from safetensors.torch import save_file
 from ..zoo.unets import GLIGEN_TEXT, POOLED, TEXT, UNET_FILES
 from .conditioning import SAMPLED, WITHOUT_PLAN, text_of_unet
 from .graphs import TEXTS, Parallel
-from .nodes_data import USUAL
 from .nodes_graphs import HEIGHT, WIDTH, Bench, node
 from .server import Server
 
@@ -183,9 +182,4 @@ def write_benches(server: Server, names: Iterable[str]) -> None:
     """The files that these benches name, into the server's folders."""
     noise = torch.randn(2, 16, HEIGHT // 8, WIDTH // 8, generator=torch.Generator().manual_seed(5))
     save_file({"latent_tensor": noise}, server.base / "input" / "flux.latent")
-    for kind in "unet_files", "vaes":
-        server.write_tiny(kind)
-    asked = {*names}
-    server.write_tiny("networks", *asked & {*SAMPLED, *WITHOUT_PLAN})
-    if asked - {*USUAL}:
-        server.write_tiny("model_patches")
+    server.write_tiny(networks={*names} & {*SAMPLED, *WITHOUT_PLAN})

@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,7 +34,7 @@ _QUIET = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"
 START_SECONDS = float(os.environ.get("CP_TEST_START_SECONDS", "120"))  # more where many tests share few cores
 SITE = str(OUR_ROOT / "tests" / "site")
 STOP_SECONDS = 10
-LAST = {  # what the kinds of tests/zoo/files.py write last, or nearly so
+KINDS = {  # modules of tests/zoo that write files, with what they write last, or nearly so
     "unet_files": "gligen/unet.safetensors", "control_nets": "controlnet/sd15_t2i.safetensors",
     "model_patches": "model_patches/qwen_old.pt", "vaes": "vae_approx/taef1_decoder.safetensors",
 }  # fmt: skip
@@ -70,13 +70,14 @@ class Server:
         self.start_seconds = time.monotonic() - started
         self.client = Client(self.port)
 
-    def write_tiny(self, kind: str, *names: str) -> None:
-        """Tiny files of this kind (tests/zoo/files.py) are in its folders from now on, and networks of these names."""
+    def write_tiny(self, *kinds: str, networks: Collection[str] = ()) -> None:
+        """Tiny files of these kinds (of all if none is named) are in its folders from now on, and these networks."""
         models = self.base / "models"
-        networks = models / "diffusion_models" / "networks"
-        names = tuple(name for name in names if not (networks / f"{name}.safetensors").exists())
-        if names or not (kind == "networks" or (models / LAST[kind]).exists()):
-            command = [self.comfy.python, "-m", "tests.zoo.files", models, kind, *names]
+        folder = models / "diffusion_models" / "networks"
+        lacking = [kind for kind in kinds or KINDS if not (models / KINDS[kind]).exists()]
+        lacking += [name for name in networks if not (folder / f"{name}.safetensors").exists()]
+        if lacking:
+            command = [self.comfy.python, "-m", "tests.zoo.files", models, *lacking]
             environment = {**os.environ, **_QUIET, "PYTHONPATH": SITE, "COMFYUI_PATH": str(self.comfy.root)}
             subprocess.run(command, check=True, capture_output=True, cwd=OUR_ROOT, env=environment)
 

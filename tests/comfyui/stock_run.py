@@ -83,8 +83,6 @@ def write_files(server: Server, networks: Sequence[Tiny]) -> None:
     """The tiny files of these networks, once a server, and a LoRA for each."""
     models = server.base / "models"
     write_benches(server, {tiny.name for tiny in networks} & {*SAMPLED, *WITHOUT_PLAN, *UNET_FILES} | {"flux"})
-    for kind in "control_nets", "model_patches":
-        server.write_tiny(kind)
     if not (z_image := models / "diffusion_models" / "z_image.safetensors").exists():  # as its patches are made for
         write_tiny(z_image.parent, "z_image").rename(z_image)
     for tiny in networks:

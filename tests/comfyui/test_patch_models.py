@@ -129,7 +129,7 @@ def server_of_patches(shared_server: Server) -> Server:
     """The session's, with tiny patches and a Z-Image of as many blocks as they go by."""
     written = checkpoints.write(shared_server.base / "models" / "diffusion_models", "z_image", layers=30)
     written.rename(written.with_name("z_image.safetensors"))
-    shared_server.write_tiny("model_patches")
+    shared_server.write_tiny()
     return shared_server
 
 

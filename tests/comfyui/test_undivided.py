@@ -27,7 +27,7 @@ LANES = [
 
 @pytest.fixture(scope="module")
 def unet_server(shared_server: Server) -> Server:
-    shared_server.write_tiny("unet_files")
+    shared_server.write_tiny()
     return shared_server
 
 

@@ -116,7 +116,7 @@ INFINITE_TALK = Scene(
 
 @pytest.fixture(scope="module")
 def server_of_whole(shared_server: Server, native_network: Callable[[str], Tensor]) -> Server:
-    shared_server.write_tiny("model_patches")
+    shared_server.write_tiny()
     return shared_server
 
 

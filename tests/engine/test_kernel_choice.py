@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -262,11 +260,3 @@ def test_the_first_evaluation_of_each_shape_is_watched_where_comfyui_chooses() -
     model.parallelism, model.mesh = Parallelism(ulysses_degree=2), ContextMesh(context=MeshDim(size=2))
     assert not watched(model, 4)
     assert not isinstance(kernel_advice(model, torch.empty(1)), BenchmarkMode)
-
-
-def test_what_runs_comfyuis_networks_does_without_diffusers() -> None:
-    modules = "worker.models, engine.split.parallelize, engine.attention.attention_override, engine.kernels.autotune"
-    names = ", ".join(f"parallel_runtime.{name}" for name in modules.split(", "))
-    code = f"import sys, {names}; print(*({{name.partition('.')[0] for name in sys.modules}} & {{'diffusers'}}))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == []

@@ -46,7 +46,9 @@ def test_a_dead_group_is_replaced_and_an_equal_one_is_kept(flux):
         runtime.close()
 
 
-@pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGSTOP], ids=lambda death: death.name)
+@pytest.mark.parametrize(
+    "death", [pytest.param(signal.SIGKILL, marks=pytest.mark.sweep), signal.SIGSTOP], ids=lambda death: death.name
+)
 def test_an_idle_worker_that_was_killed_a_moment_ago_or_is_stopped_costs_no_run(flux, death):
     """A killed one counts as running until it is gone, a stopped one until it has been silent for too long."""
     runtime.stall_seconds = 5

@@ -1,7 +1,7 @@
-"""Writes tiny files into a folder of models, in ComfyUI's python: `python -m tests.zoo.files MODELS KIND [NAME ...]`.
+"""Writes tiny files into a folder of models, in ComfyUI's python: `python -m tests.zoo.files MODELS WHAT ...`.
 
-`networks` are rows of the table by their names; the other kinds are the modules here that have a function `write`. With
-tests/site on PYTHONPATH ComfyUI's classes of model patches are as small as their files.
+What: a module here that has a function `write`, or a network of the table by its name. With tests/site on PYTHONPATH
+ComfyUI's classes of model patches are as small as their files.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from .tiny import ROWS, make, normal, start_comfyui
+from .tiny import ROWS, make, normal, seed, start_comfyui
 
 Weights = dict[str, Tensor]
 
@@ -55,13 +55,14 @@ def low_rank(key: str, out: int, into: int, seed: int) -> Weights:
     return {f"{key}.lora_down.weight": down, f"{key}.lora_up.weight": up}
 
 
-def main(models: str, kind: str, *names: str) -> None:
+def main(models: str, *names: str) -> None:
     start_comfyui()
-    if kind == "networks":
-        for name in names:
+    for name in names:
+        seed(torch.Generator().initial_seed())  # whatever was written before
+        if name in ROWS:
             save_network(name, Path(models) / "diffusion_models" / "networks" / f"{name}.safetensors")
-    else:
-        importlib.import_module(f".{kind}", __package__).write(Path(models))
+        else:
+            importlib.import_module(f".{name}", __package__).write(Path(models))
 
 
 if __name__ == "__main__":
