@@ -39,8 +39,8 @@ class AttentionKernel:
 
     "auto" includes it in the `benchmark` of a ring's key blocks ("block"), of full keys ("full"), or of both; in that
     of blocks only on the (major) compute capabilities `fastest_on`, on which the kernel was the fastest in every
-    measurement, or on all if there are none. Where no benchmark is possible blocks take the first kernel of the table
-    that would be in it, and full keys the first one that is `fastest_on` the GPU.
+    measurement; an empty `fastest_on` means all. Several batch groups benchmark nothing: blocks take the first kernel
+    of the table that would be in the benchmark, full keys the first one with the GPU in its `fastest_on`.
     """
 
     name: str

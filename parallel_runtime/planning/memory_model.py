@@ -20,8 +20,8 @@ from .stage_blocks import cached_bytes_per_block, cached_key_value_bytes, outsid
 from .work_shares import in_proportion
 
 UNFILLED_SHARE = 0.08  # of the budget stays empty where as many blocks are placed on a device as fit
-# Activations at the peak of a transformer block, in tensors of [local tokens, width]: residuals, q, k, v, MLP; and
-# buffers of ring and Ulysses attention, up to 10 of these tensors where they are too large to be reused.
+# Activations at the peak of a transformer block, in tensors of [local tokens, width]: residuals, q, k, v, MLP. Up to 10
+# of these 20 are buffers of ring and Ulysses attention, where they are too large to be reused.
 ACTIVATION_RESERVE_TENSORS = 20
 # Such tensors that a step cache keeps: of two prompts the change by the first block, and by the others.
 CACHED_TENSORS = 6

@@ -48,3 +48,6 @@ def test_cards_of_one_kind_with_another_package_of_kernels_are_unlike(
     (tmp_path / "sageattention.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     assert device_kind(torch.device("cuda:0")) == f"{without} sageattention"
+    (metadata := tmp_path / "sageattention-2.0.dist-info").mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: sageattention\nVersion: 2.0\n")
+    assert device_kind(torch.device("cuda:0")) == f"{without} sageattention 2.0", "workers may refuse an older one"

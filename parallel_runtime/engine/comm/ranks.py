@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import os
 from datetime import timedelta
 
@@ -66,10 +68,17 @@ def join(device: torch.device, store: str, *, shared: bool) -> None:
 
 def device_kind(device: torch.device) -> str:
     """Identifies devices that draw the same random numbers, round alike and have the same kernels: a GPU's name, its
-    number of processors, the version of cuDNN and the installed packages of attention kernels."""
+    number of processors, the version of cuDNN and the installed packages of attention kernels, with their versions."""
     if device.type == "cpu":
         return device.type
     properties = torch.get_device_module(device).get_device_properties(device)
     processors, cudnn = getattr(properties, "multi_processor_count", ""), torch.backends.cudnn.version()
     packages = {kernel.package for kernel in KERNELS.values() if kernel.package and kernel.installed}
-    return " ".join(map(str, (properties.name, processors, cudnn, *sorted(packages))))
+    versions = {f"{package} {_version(package)}".strip() for package in packages}
+    return " ".join(map(str, (properties.name, processors, cudnn, *sorted(versions))))
+
+
+def _version(package: str) -> str:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return ""

@@ -170,6 +170,7 @@ def _sage(
 def _package_function(spec: AttentionKernel) -> AttentionFunction:
     """Returns the call of a package's function that takes what flash_attn_func takes. Asks for the log-sum-exp always:
     it costs nothing, and versions of FA3 differ in whether they give it unasked."""
+    assert spec.function, f"{spec.name} has no function of its package, and none in _OWN_FUNCTIONS"
 
     def flash(
         q: Tensor, k: Tensor, v: Tensor, _: Tensor | None, scale: float | None, __: bool
