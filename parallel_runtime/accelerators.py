@@ -31,11 +31,12 @@ class AttentionKernel:
     needs `package` in `min_version` or newer (as the distribution of that name says); "" for kernels of PyTorch itself.
     `function` of that package is called like flash_attn_func, with softmax_scale and return_attn_probs=True, and
     returns (output, log-sum-exp [B, heads, queries] of the scaled scores to base e, ...); a kernel with "" has its own
-    function in engine/kernels/registry.py. It runs on these kinds of
-    `devices`, with heads of up to `max_head_dim`, of a multiple of `head_multiple` (of `head_dims` only, if there are
-    any), and takes a mask where `masks` is set. With `log_sum_exp` it also returns that for attention without a mask,
-    as a ring needs. `cudnn` marks a kernel of cuDNN: ROCm has none, and some versions must not be in a CUDA graph.
-    `low_precision` marks one that not every attention of a network tolerates.
+    function in engine/kernels/registry.py.
+
+    It runs on these kinds of `devices`, with heads of up to `max_head_dim`, of a multiple of `head_multiple` (of
+    `head_dims` only, if there are any), and takes a mask where `masks` is set. With `log_sum_exp` it also returns that
+    for attention without a mask, as a ring needs. `cudnn` marks a kernel of cuDNN: ROCm has none, and some versions
+    must not be in a CUDA graph. `low_precision` marks one that not every attention of a network tolerates.
 
     "auto" includes it in the `benchmark` of a ring's key blocks ("block"), of full keys ("full"), or of both; in that
     of blocks only on the (major) compute capabilities `fastest_on`, on which the kernel was the fastest in every
