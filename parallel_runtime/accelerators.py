@@ -28,7 +28,8 @@ class AttentionKernel:
     """A half-precision attention kernel.
 
     `name` is diffusers' name (the package's, if diffusers has none) and an option of the widget attention_backend. It
-    needs `package` in `min_version` or newer (as the distribution of that name says); "" for kernels of PyTorch itself.
+    needs `package`, by its import name, in `min_version` or newer (of the distribution of that name); "" for kernels of
+    PyTorch itself.
     `function` of that package is called like flash_attn_func, with softmax_scale and return_attn_probs=True, and
     returns (output, log-sum-exp [B, heads, queries] of the scaled scores to base e, ...); a kernel with "" has its own
     function in engine/kernels/registry.py.
@@ -38,10 +39,10 @@ class AttentionKernel:
     for attention without a mask, as a ring needs. `cudnn` marks a kernel of cuDNN: ROCm has none, and some versions
     must not be in a CUDA graph. `low_precision` marks one that not every attention of a network tolerates.
 
-    "auto" includes it in the `benchmark` of a ring's key blocks ("block"), of full keys ("full"), or of both; in that
-    of blocks only on the (major) compute capabilities `fastest_on`, on which the kernel was the fastest in every
-    measurement; an empty `fastest_on` means all. Several batch groups benchmark nothing: blocks take the first kernel
-    of the table that would be in the benchmark, full keys the first one with the GPU in its `fastest_on`.
+    "auto" includes it in the `benchmark` of a ring's key blocks ("block"), of full keys ("full"), or of both.
+    `fastest_on` are the (major) compute capabilities on which it was the fastest in every measurement. If there are
+    any, blocks benchmark it only there. Several batch groups benchmark nothing: blocks take the first kernel of the
+    table that they would benchmark, full keys the first one that is `fastest_on` the GPU.
     """
 
     name: str

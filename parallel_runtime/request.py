@@ -52,8 +52,9 @@ def widget(
     required: bool = False,
     advanced: bool = True,
 ) -> Value:
-    """Returns a dataclass field that a widget sets. `name` is the widget's name if it differs from the field's,
-    `options` are its allowed values where the field's type is no Literal of them."""
+    """Returns a dataclass field that a widget sets. Its type is that of `default`, so a number with a point is 0.0.
+    `limits` have both `min` and `max`, `name` is the widget's name if it differs from the field's, and `options` are
+    its allowed values where the field's type is no Literal of them."""
     described = {"place": place, "tooltip": tooltip, "limits": limits or {}, "required": required, "advanced": advanced}
     made: Value = field(default=default, metadata={"widget": described, "name": name, "options": options})
     return made

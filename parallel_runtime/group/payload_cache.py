@@ -21,7 +21,8 @@ class PayloadCache:
     """What the workers of one group have of each model, for as long as the group lives."""
 
     def __init__(self) -> None:
-        # By model without patches: the fingerprint of the weight patches (of a VAE: of its weights) that workers have.
+        # By model without patches: the fingerprint of the weight patches that workers have. A VAE has an entry if they
+        # have its weights.
         self._patches_fingerprints: dict[ModelSpec, str] = {}
         self._cond_arguments: dict[ModelSpec, list[tuple[int, dict[str, Any]]]] = {}
         self._last_number = 0

@@ -123,6 +123,7 @@ class MemoryModel:
         return tuple(map(sum, zip(weight_bytes, self.activation_bytes_by_rank, buffers, strict=True)))
 
     def fits(self, weights: WeightPlacement) -> bool:
+        """Returns whether what each rank needs is within its usable budget, and an offload within main memory."""
         host, needed = self.capacity.host_bytes, self.needed_bytes_by_rank(weights)
         budgets = zip(self.usable_bytes_by_rank(weights), needed, strict=True)
         if any(budget is not None and size > budget for budget, size in budgets):

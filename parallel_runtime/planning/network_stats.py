@@ -97,7 +97,7 @@ class Work:
     row_ranks: int = 0
 
     @property
-    def activation_bytes(self) -> int:
+    def tensor_bytes(self) -> int:
         """Returns the size of one activation tensor of all sequences, of all their tokens."""
         return self.sequences * self.sequence_bytes
 
@@ -106,7 +106,7 @@ class Work:
         """Returns the size of the queries of one attention, of all sequences; the mean of all levels of a network that
         is split by rows."""
         if not (levels := self.network.row_levels):
-            return self.activation_bytes
+            return self.tensor_bytes
         wide = sum(level.attentions * level.width * self.tokens / 4**number for number, level in enumerate(levels))
         return self.sequences * wide * self.network.item_bytes / max(1, self.network.layers)
 

@@ -137,7 +137,7 @@ def attention_bytes(work: Work, degrees: Parallelism) -> float:
 def attention_seconds(work: Work, degrees: Parallelism, profile: DeviceProfile) -> float:
     """Returns the seconds of one attention layer on one rank, its transfers included."""
     ring, ulysses = degrees.ring_degree, degrees.ulysses_degree
-    share = work.activation_bytes / (ring * ulysses)
+    share = work.tensor_bytes / (ring * ulysses)
     compute = 4 * work.sequences * work.tokens**2 * work.network.width / (ring * ulysses)
     compute /= ATTENTION * profile.flops_per_second
     if degrees.context_parallel_size == 1 or not profile.bytes_per_second:  # a worker alone has measured none
@@ -151,7 +151,7 @@ def attention_seconds(work: Work, degrees: Parallelism, profile: DeviceProfile) 
 def _exposed_transfer(work: Work, compute: float, degrees: Parallelism, profile: DeviceProfile) -> float:
     """Returns the seconds of transfers that no computation hides."""
     ring, block = degrees.ring_degree, compute / degrees.ring_degree
-    all_to_all, send_recv = (size / profile.bytes_per_second for size in _sent_bytes(work.activation_bytes, degrees))
+    all_to_all, send_recv = (size / profile.bytes_per_second for size in _sent_bytes(work.tensor_bytes, degrees))
     if degrees.options.rotate_method == "allgather":
         return all_to_all + max(0.0, (ring - 1) * send_recv - block)
     return all_to_all + (ring - 1) * max(0.0, send_recv - block)

@@ -112,9 +112,7 @@ def test_a_ring_collects_where_the_link_is_fast_and_there_is_room() -> None:
     work = FLUX.work(1, IMAGE)
     assert rotating(work, RING, NVLINK, FREE_BYTES) == "allgather"
     assert rotating(work, RING, replace(NVLINK, bytes_per_second=coarse(1.2e10)), FREE_BYTES) == "alltoall"
-    needed = (
-        FLUX.weight_bytes + max(estimate_activation_bytes(work, RING)) + 2 * work.activation_bytes / ALL_GATHERED_SHARE
-    )
+    needed = FLUX.weight_bytes + max(estimate_activation_bytes(work, RING)) + 2 * work.tensor_bytes / ALL_GATHERED_SHARE
     for free, method in ((needed + 2, "allgather"), (needed - 2, "alltoall")):
         assert rotating(work, RING, NVLINK, int(free)) == method
     assert rotating(work, RING, NVLINK, None) == "alltoall", "nobody knows what is free"
