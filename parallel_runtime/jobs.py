@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from .specs import VAEMethod
 
@@ -84,6 +86,11 @@ class EvaluationJob:
     batch_coupled: bool
     method: str = "forward"
     cond_number: int = 0
+
+    @property
+    def shapes(self) -> tuple[torch.Size, ...]:
+        """The shapes of the tensors in `call_arguments`, on which the seconds of the call depend."""
+        return tuple(leaf.shape for leaf in pytree.tree_leaves(self.call_arguments) if torch.is_tensor(leaf))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -4,7 +4,6 @@ when nobody has used it for long enough."""
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 import threading
 import time
@@ -184,8 +183,10 @@ class Runtime:
         """Measures an idle group, and returns whether it answers: a worker killed meanwhile counts as running until its
         process has ended."""
         if self._activity.now.state not in BUSY:
-            with contextlib.suppress(WorkerDied):
+            try:
                 group.measure(watch)
+            except WorkerDied as died:
+                log.warning("[CP] %s", died)
         return group.alive
 
     def _start_in_thread(self, placement: Placement, comfy: ComfySetup | None) -> None:

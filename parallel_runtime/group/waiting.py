@@ -120,19 +120,19 @@ class SilenceLimits:
 
     Limits in seconds: `load` while a rank loads or compiles, `stall` before and after.
 
-    A cancelled rank has at most the remainder of one step: the longest step so far, known after the first, plus
-    `cancel`. After a refusal the ranks that sample are at the same place, and have `cancel` seconds to refuse too;
-    otherwise they wait in a collective forever.
+    A cancelled rank has at most the remainder of one step, plus `cancel`: of the longest step so far, known after the
+    first or from earlier requests (`longest_step`). After a refusal the ranks that sample are at the same place, and
+    have `cancel` seconds to refuse too; otherwise they wait in a collective forever.
     """
 
-    def __init__(self, ranks: int, *, load: float, stall: float, cancel: float) -> None:
+    def __init__(self, ranks: int, *, load: float, stall: float, cancel: float, longest_step: float = 0.0) -> None:
         self.cancelled = False
         self._load = load
         self._stall = stall
         self._cancel = cancel
         self._last_message = [time.monotonic()] * ranks
         self._work: list[Work] = [""] * ranks
-        self._longest_step = 0.0
+        self._longest_step = longest_step
         self._refused: float | None = None  # when the first rank did
 
     def receive(self, rank: int, message: Any) -> None:

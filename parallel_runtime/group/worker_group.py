@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import ParallelError, Refused, WorkerDied, say
-from ..jobs import Job
+from ..jobs import EvaluationJob, Job
 from ..planning.run_plan import REPLICATED
 from ..planning.share_balance import ShareBalance
 from ..request import AfterSampling
@@ -30,6 +30,7 @@ STALL_SECONDS = seconds_from("CP_STALL_SECONDS", 120)  # of silence of a worker 
 START_SECONDS = seconds_from("CP_START_SECONDS", 180)
 LOAD_SECONDS = seconds_from("CP_LOAD_SECONDS", 600)
 CANCEL_SECONDS = seconds_from("CP_CANCEL_SECONDS", 10)
+ANSWER_SECONDS = 20.0  # for the readings of an idle group, which it answers at once
 UNLOAD_SECONDS = 10.0  # a group that takes longer to drop its models is ended, which drops them too
 
 OnStep = Callable[[int, Any, Any, int], None]
@@ -65,6 +66,7 @@ class WorkerGroup:
         self.payloads = PayloadCache()
         self.models: dict[ModelSpec, Any] = {}  # nodes/remote lists its GroupModels here, the last used one last
         self.in_run = False  # if set on the run's own thread, the code is called from the run's `on_step` or `watch`
+        self._longest_evaluations: dict[Any, float] = {}  # seconds, by model, degrees and size
         self._error: ParallelError | None = None  # what ended the group
         self._kill_error: ParallelError | None = None  # the error of `kill`
         self._processes = Processes(placement, self.activity)
@@ -125,7 +127,9 @@ class WorkerGroup:
                     self._processes.map_output(output)
                 self._processes.ask(Run(number, model, effective, weight_placement), bundle)
                 self.in_run = True
-                answers = self._collect_answers(number, LOAD_SECONDS, on_step, watch)
+                size = (model, effective, job.shapes) if isinstance(job, EvaluationJob) else None
+                longest = self._longest_evaluations.get(size, 0.0)
+                answers = self._collect_answers(number, LOAD_SECONDS, on_step, watch, longest)
                 if self._kill_error is not None:  # its processes are ending, also where they have answered
                     raise self._kill_error
         except Refused as refused:
@@ -140,6 +144,8 @@ class WorkerGroup:
         for reason in self.activity.new_eager_reasons():
             log.info("[CP] not recorded as a CUDA graph: %s", reason)
         done, result = answers[0]
+        if size is not None:
+            self._longest_evaluations[size] = max(longest, done.seconds)
         self.balance.learn(model, parallelism, [reading.computed_seconds for reading in self.readings])
         return Result(result, done.load_seconds, done.seconds)
 
@@ -156,7 +162,7 @@ class WorkerGroup:
 
     def measure(self, watch: Watch = lambda: None) -> tuple[Readings, ...]:
         """Returns the current readings of each rank, in rank order; `watch` is called as in `run`."""
-        return self._measure(LOAD_SECONDS, watch)
+        return self._measure(ANSWER_SECONDS, watch)
 
     def check_alive(self) -> None:
         """Ends an idle group that has lost a worker."""
@@ -189,9 +195,11 @@ class WorkerGroup:
             raise self._lose(error) from None
         return self.readings
 
-    def _collect_answers(self, job: int, limit: float, on_step: OnStep, watch: Watch) -> dict[int, tuple[Done, Any]]:
+    def _collect_answers(
+        self, job: int, limit: float, on_step: OnStep, watch: Watch, longest_step: float = 0.0
+    ) -> dict[int, tuple[Done, Any]]:
         ranks, stall = len(self._processes.channels), self.stall()
-        limits = SilenceLimits(ranks, load=limit, stall=stall, cancel=CANCEL_SECONDS)
+        limits = SilenceLimits(ranks, load=limit, stall=stall, cancel=CANCEL_SECONDS, longest_step=longest_step)
         waiting = Waiting(self._processes, job, limits, self.activity)
         try:
             while not waiting.over:

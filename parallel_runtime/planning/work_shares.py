@@ -27,7 +27,7 @@ def requested_shares(shares: str, workers: int, devices: int = 0, nnodes: int = 
         return numbers
     if len(numbers) != every or local > devices:
         text = quoted(shares.strip())
-        raise Refused("shares.count", widget="shares", shares=text, count=len(numbers), workers=workers)
+        raise Refused("shares.count", "shares", {"shares": "auto"}, shares=text, count=len(numbers), workers=workers)
     return tuple(number for machine in range(nnodes) for number in numbers[machine * devices :][:local])
 
 

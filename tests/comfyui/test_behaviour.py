@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from dataclasses import replace
 
@@ -15,6 +17,7 @@ from .latents import apart, latent_of
 from .models import other_weights_in
 from .processes import maps
 from .server import Server
+from .test_kin import on_the_loader
 
 RING_2 = DEGREES["ring_2"]
 FLUX = Job(family="flux_dev", cfg=2.0)
@@ -103,6 +106,17 @@ def test_cancel_ends_the_run_at_once_and_keeps_the_workers_warm(server: Server, 
     again = latent_of(server.client.run(sampling_graph(FLUX, "CPSampler", RING_2)))
     assert torch.equal(again, fresh), "bit for bit"
     assert server.workers() == workers
+
+
+@pytest.mark.sweep
+def test_cancel_of_a_native_sampler_waits_for_no_worker_that_is_stopped(server: Server) -> None:
+    since = server.client.now()
+    prompt = server.client.queue(on_the_loader(sampling_graph(LONG, "KSampler"), LONG, RING_2))
+    server.client.wait_for_step(3, since=since)
+    os.kill(server.workers()[1].pid, signal.SIGSTOP)
+    server.client.post("/interrupt")
+    with pytest.raises(Interrupted):
+        server.client.finish(prompt, since=since, timeout=30)
 
 
 def test_clearing_the_queue_drops_what_waits_and_leaves_what_runs(server: Server) -> None:

@@ -9,8 +9,8 @@ import time
 import pytest
 
 from parallel_runtime.errors import Refused
+from parallel_runtime.group import worker_group as group_module
 from parallel_runtime.group.runtime import runtime
-from parallel_runtime.group.worker_group import STALL_SECONDS
 from parallel_runtime.specs import Parallelism, Placement
 
 from ..groups import our_processes, samples, spec_of, wait_until, workers_of
@@ -49,9 +49,9 @@ def test_a_dead_group_is_replaced_and_an_equal_one_is_kept(flux):
 @pytest.mark.parametrize(
     "death", [pytest.param(signal.SIGKILL, marks=pytest.mark.sweep), signal.SIGSTOP], ids=lambda death: death.name
 )
-def test_an_idle_worker_that_was_killed_a_moment_ago_or_is_stopped_costs_no_run(flux, death):
+def test_an_idle_worker_that_was_killed_a_moment_ago_or_is_stopped_costs_no_run(flux, death, monkeypatch, caplog):
     """A killed one counts as running until it is gone, a stopped one until it has been silent for too long."""
-    runtime.stall_seconds = 5
+    monkeypatch.setattr(group_module, "ANSWER_SECONDS", 5)
     try:
         with runtime.borrowed(ONE, None) as first:
             samples(first, flux, Parallelism())
@@ -62,9 +62,9 @@ def test_an_idle_worker_that_was_killed_a_moment_ago_or_is_stopped_costs_no_run(
         assert runtime.status().state == "idle"
         if death is signal.SIGSTOP:
             assert any("has been silent for 5 s" in line.text for line in runtime.journal.tail())
+            assert "has been silent for 5 s" in caplog.text
             assert not set(workers_of(first)) & our_processes().keys()
     finally:
-        runtime.stall_seconds = STALL_SECONDS
         runtime.close()
 
 
