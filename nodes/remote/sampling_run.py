@@ -83,12 +83,12 @@ def guider_on_workers(guider: Any, request: ParallelRequest) -> Any:
     described = {name: _describe_checked(model, request) for name, model in models.items()}
     try:
         check_guider(guider)
-        whole = _with_partner(guider, described, request)
+        with_partner = _with_partner(guider, described, request)
     except Unsendable as reason:
         for name, model in models.items():
             setattr(remote, name, _with_remote_network(model, request, reason))
         return remote
-    remote.model_patcher = _on_workers(models["model_patcher"], whole, request)
+    remote.model_patcher = _on_workers(models["model_patcher"], with_partner, request)
     remote.model_options = remote.model_patcher.model_options
     return remote
 

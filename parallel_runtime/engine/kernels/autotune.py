@@ -34,7 +34,7 @@ _WARMUP_SIZE = 4096  # of the matrix products that keep the device busy while ru
 log = logging.getLogger(__name__)
 
 Measure = Callable[[str], float]  # returns the seconds of one run of the kernel of this name, or one of these two:
-_NOT_HERE = math.inf  # this rank has no such kernel, or it computes something else: then no rank takes it
+_UNAVAILABLE = math.inf  # this rank has no such kernel, or it computes something else: then no rank takes it
 _UNKNOWN = math.nan  # this rank could not find out: then the whole benchmark is not used
 _MAX_ERROR = 0.05  # of the values' deviation, and of a log-sum-exp: half precision is ten times closer
 _MAX_ERROR_REQUESTED = 0.5  # a kernel requested by name may round more (sage)
@@ -176,7 +176,7 @@ def slowest_rank_seconds(
         if mesh_dim.size > 1:
             (by_rank,) = all_gather_v(slowest[None], [1] * mesh_dim.size, mesh_dim).wait()
             slowest = by_rank.amax(dim=0)  # NaN where any is
-        times = {name: value for name, value in zip(names, slowest.tolist(), strict=True) if value != _NOT_HERE}
+        times = {name: value for name, value in zip(names, slowest.tolist(), strict=True) if value != _UNAVAILABLE}
         benchmarks[key] = None if any(map(math.isnan, times.values())) else times
         if mesh_dim.index == 0:
             _log_benchmark(sizes, times)
@@ -202,12 +202,12 @@ def _measure(
 ) -> float:
     """Returns the seconds of one such attention, or 1.0 without timing. Only the `available` kernels are tried."""
     if name not in available:
-        return _NOT_HERE
+        return _UNAVAILABLE
     try:
         q, k, v, mask = random_inputs(sizes, device)
         kernel, block = FUNCTIONS.get(name), sizes.what == "block"
         if kernel and kernel.unsupported_reason(q, k, v, mask, with_lse=block):
-            return _NOT_HERE
+            return _UNAVAILABLE
 
         def run() -> tuple[Tensor, Tensor | None]:
             if kernel is None:
@@ -217,14 +217,14 @@ def _measure(
 
         tolerance = _MAX_ERROR if with_timing else _MAX_ERROR_REQUESTED
         if name != FALLBACK and not _is_accurate(*run(), (q, k, v), mask, tolerance):
-            return _NOT_HERE
+            return _UNAVAILABLE
         return time_runs(run, device) if with_timing else 1.0
     except torch.OutOfMemoryError:
         return _UNKNOWN
     except NO_KERNEL as error:
         if isinstance(error, FAULTS):
             raise
-        return _NOT_HERE
+        return _UNAVAILABLE
 
 
 def _is_accurate(
