@@ -231,7 +231,7 @@ def test_cp_plan_says_what_each_stage_computes_and_holds_and_what_travels() -> N
     shown = report(subject, plan, guided=False, automatic=False)
     assert "Degrees: pipeline_degree 2 x ring_degree 1 x ulysses_degree 1" in shown.text
     assert "Stages: 1 has blocks 1 to 28 (49% of the work, " in shown.text
-    assert "one evaluation goes through them: a stage computes 50% of the time. Exact." in shown.text
+    assert "One evaluation goes through them: a stage computes 50% of the time. Exact." in shown.text
     assert "Traffic: A stage sends 27.00 MiB per evaluation to the next one" in shown.text
     assert "With fast links between GPUs, Ulysses and ring are faster." in shown.text
     assert [part.lane for part in shown.parts] == ["stage 1/2", "stage 2/2"]
