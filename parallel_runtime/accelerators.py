@@ -4,6 +4,7 @@ Everything else goes through torch.accelerator. This module imports no torch.
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -29,10 +30,9 @@ class AttentionKernel:
 
     `name` is diffusers' name (the package's, if diffusers has none) and an option of the widget attention_backend. It
     needs `package`, by its import name, in `min_version` or newer (of the distribution of that name); "" for kernels of
-    PyTorch itself.
-    `function` of that package is called like flash_attn_func, with softmax_scale and return_attn_probs=True, and
-    returns (output, log-sum-exp [B, heads, queries] of the scaled scores to base e, ...); a kernel with "" has its own
-    function in engine/kernels/registry.py.
+    PyTorch itself. `function` of that package is called like flash_attn_func, with softmax_scale and
+    return_attn_probs=True, and returns (output, log-sum-exp [B, heads, queries] of the scaled scores to base e, ...); a
+    kernel with "" has its own function in engine/kernels/registry.py.
 
     It runs on these kinds of `devices`, with heads of up to `max_head_dim`, of a multiple of `head_multiple` (of
     `head_dims` only, if there are any), and takes a mask where `masks` is set. With `log_sum_exp` it also returns that
@@ -123,6 +123,14 @@ def benchmark_candidates(kind: str, what: Literal["block", "full"]) -> list[str]
     """Returns the kernels that attention_backend auto may choose on this kind of device for a ring's key blocks, or for
     full keys, on GPUs of any compute capability."""
     return [kernel.name for kernel in KERNELS.values() if kind in kernel.devices and what in kernel.benchmark]
+
+
+def version_of(package: str) -> str | None:
+    """Returns the version of the installed distribution of this name, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def distributed_backends(kind: str) -> str:

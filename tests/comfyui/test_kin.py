@@ -204,10 +204,6 @@ def wait_for(condition: Callable[[], bool], *, seconds: float) -> None:
         time.sleep(0.05)
 
 
-def load_seconds(log: str) -> list[float]:
-    return [float(line.split("loaded in ")[1].split()[0]) for line in log.splitlines() if "loaded in " in line]
-
-
 def test_free_reaches_the_workers_and_the_next_run_loads_again(server: Server) -> None:
     since = server.log_size()
     first = latent_of(server.client.run(sampling_graph(FLUX, "CPSampler", DEGREES["ring_2"])))

@@ -107,7 +107,7 @@ def drawn(dice: random.Random) -> tuple[PlanInputs, Work, DeviceProfile]:
 
 def test_what_is_taken_is_the_best_to_an_estimates_noise_and_stays() -> None:
     dice, left_out, nowhere = random.Random(7), 0, 0
-    for _ in range(80):
+    for _ in range(150):
         inputs, work, known = drawn(dice)
         plans = ranked(inputs)
         best = plans[0]
@@ -123,7 +123,7 @@ def test_what_is_taken_is_the_best_to_an_estimates_noise_and_stays() -> None:
             assert best.seconds >= 0.95 * alone, "no card is faster than it measured"
         left_out += bool(best.left_out)
         nowhere += any(plan.seconds == math.inf for plan in plans)
-    assert 5 < left_out < 75
+    assert 10 < left_out < 140
     assert nowhere
 
 

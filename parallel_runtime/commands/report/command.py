@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from ...accelerators import version_of
 from ...demo import REQUIREMENTS
 from ...errors import Refused
 from . import workflow
@@ -148,7 +149,7 @@ def machine() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "diffusers": workflow.version_of("diffusers"),
+        "diffusers": version_of("diffusers"),
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
         "cudnn": torch.backends.cudnn.version() if cuda else None,

@@ -3,7 +3,6 @@ the classes of its networks. Texts, titles, notes and names of files are left ou
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import logging
 import os
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ...accelerators import version_of
 from ...errors import Refused
 from ...specs import ComfySetup
 from ...worker.comfy_loop.comfyui import import_comfyui
@@ -184,10 +184,3 @@ def _network_class(path: Path) -> str:
 def _comfyui_version(comfyui: str) -> str | None:
     file = Path(comfyui, "comfyui_version.py")
     return str(runpy.run_path(str(file)).get("__version__")) if comfyui and file.is_file() else None
-
-
-def version_of(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -37,8 +37,7 @@ class Merge:
         return out if fully_masked is None else out.masked_fill_(fully_masked, 0.0)
 
     def _merged(self, query: Tensor) -> Tensor:
-        """Merges in one of three ways: a single block is the result, two of the query's dtype are interpolated, others
-        are summed by their weights."""
+        """A single block is the result; two of the query's dtype are interpolated; others are summed by weights."""
         if len(self._outs) == 1:
             return self._outs[0].to(query.dtype)
         first, second = self._outs[:2]

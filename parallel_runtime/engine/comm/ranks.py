@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
 import os
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from ...accelerators import KERNELS, distributed_backends
+from ...accelerators import KERNELS, distributed_backends, version_of
 from .rendezvous import store_at
 
 # The host watches for stalls and ends the whole group; a collective that timed out alone would only blur the cause.
@@ -74,11 +72,5 @@ def device_kind(device: torch.device) -> str:
     properties = torch.get_device_module(device).get_device_properties(device)
     processors, cudnn = getattr(properties, "multi_processor_count", ""), torch.backends.cudnn.version()
     packages = {kernel.package for kernel in KERNELS.values() if kernel.package and kernel.installed}
-    versions = {f"{package} {_version(package)}".strip() for package in packages}
+    versions = {f"{package} {version_of(package) or ''}".strip() for package in packages}
     return " ".join(map(str, (properties.name, processors, cudnn, *sorted(versions))))
-
-
-def _version(package: str) -> str:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(package)
-    return ""

@@ -146,8 +146,8 @@ def _likely_fastest(
     has `names`."""
     for name in benchmark_candidates(query.device.type, what):
         spec = KERNELS[name]
-        if spec.fastest_on or what == "block":
-            likely = name in names and (not spec.fastest_on or _is_fastest(spec, query.device))
+        if spec.fastest_on or what == "block":  # of blocks `names` are the likely ones already
+            likely = name in names and (what == "block" or _is_fastest(spec, query.device))
             if _available_on_all(name, query, sizes, mesh_dim, likely=likely):
                 return name
     return _DEFAULT[what]

@@ -5,9 +5,7 @@ ranks and no other way to attend.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -19,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.torch_version import TorchVersion
 
-from ...accelerators import KERNELS, AttentionKernel
+from ...accelerators import KERNELS, AttentionKernel, version_of
 
 # [B, tokens, heads, D] of queries, keys and values, a mask or bias, a scale; to an output of the queries' shape.
 FullAttention = Callable[[Tensor, Tensor, Tensor, Tensor | None, float | None], Tensor]
@@ -107,9 +105,9 @@ def _imported(package: str) -> Any:
         module = importlib.import_module(package)
     except (ImportError, OSError, RuntimeError) as error:
         return f"it needs the package {package}: {error}"
-    with suppress(importlib.metadata.PackageNotFoundError):
-        if TorchVersion(importlib.metadata.version(package)) < (oldest := _OLDEST.get(package, "0")):
-            return f"it needs {package} {oldest} or newer"
+    version, oldest = version_of(package), _OLDEST.get(package, "0")
+    if version is not None and TorchVersion(version) < oldest:
+        return f"it needs {package} {oldest} or newer"
     return module
 
 
