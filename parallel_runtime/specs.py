@@ -176,8 +176,10 @@ class ModelSpec:
 
     `loader` is `module:function` of ComfyUI, or a name that the worker knows; `arguments` are its positional arguments
     as canonical JSON (nodes/describe/model.py), `index` selects one of several results. `weight_dtype` is ComfyUI's
-    dtype of unquantised weights, `compute_dtype` that of computation, "" for its own choice. `patches_fingerprint`
-    identifies the stack of weight patches (LoRA and the like) on it, "" for none; the patches come with the job.
+    dtype of unquantised weights, `compute_dtype` that of computation, "" for its own choice. `dynamic_vram` tells
+    whether the host has ComfyUI's dynamic VRAM, which does not round small layers to `weight_dtype`.
+    `patches_fingerprint` identifies the stack of weight patches (LoRA and the like) on it, "" for none; the patches
+    come with the job.
     `compilation` is None for a network that runs as it is.
     A VAE is one of the classes `kind` (autoencoders.py), whose weights and structure `weights_fingerprint` tells
     from all others.
@@ -192,6 +194,7 @@ class ModelSpec:
     files: tuple[SourceFile, ...] = ()
     weight_dtype: str = "float32"
     compute_dtype: str = ""
+    dynamic_vram: bool = False
     patches_fingerprint: str = ""
     compilation: Compilation | None = None
     kind: str = ""

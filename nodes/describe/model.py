@@ -15,6 +15,7 @@ from itertools import zip_longest
 from types import CodeType
 from typing import Any
 
+import comfy.memory_management
 import comfy.model_management
 import comfy.samplers
 import torch
@@ -214,6 +215,7 @@ def model_spec(model: ModelPatcher) -> ModelSpec:
         index=index[0] if index else None,
         files=files,
         weight_dtype=str(model.model.get_dtype()).removeprefix("torch."),
+        dynamic_vram=comfy.memory_management.aimdo_enabled,
     )
 
 

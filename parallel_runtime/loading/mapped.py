@@ -1,7 +1,8 @@
 """Models loaded by ComfyUI's own loaders, with weights that stay views of the mapped file. Knows no worker.
 
 ComfyUI builds what `comfy.model_patcher.CoreModelPatcher` names, and has weights assigned instead of copied where that
-class says it is dynamic: its main.py replaces the same attribute. Nothing else of ComfyUI is touched.
+class says it is dynamic: its main.py replaces the same attribute. Its loader of checkpoints would load a model to a GPU
+that has more free memory than the machine, before anybody asks for it: here all models begin in main memory.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections import namedtuple
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import comfy.model_management
 import comfy.model_patcher
 import comfy.utils
 import torch
@@ -45,9 +47,17 @@ class Mapped(ModelPatcher):
 
     def settle(self, module: torch.nn.Module) -> None:
         """Gives the module's own weights, which are on their device, the dtype that they are computed from."""
+        if self.keeps_file_dtype(module):
+            module.comfy_cast_weights = True  # type: ignore[assignment]
+            return
         for name in _uncast(module):
             if not _casts_as_it_computes(module, name):
                 _cast(module, name)
+
+    def keeps_file_dtype(self, module: torch.nn.Module) -> bool:
+        """Returns whether ComfyUI computes from this module's weights as they are in the file, without rounding them to
+        the dtype of the model."""
+        return False
 
     def patch_weight_to_device(self, key: str, *args: Any, **kwargs: Any) -> Any:
         """Gives a weight that patches change the dtype that ComfyUI would have merged them into."""
@@ -78,7 +88,7 @@ class Mapped(ModelPatcher):
     def _cast_to_merge(self, key: str) -> bool:
         """Gives this weight ComfyUI's dtype; returns False where it has that already."""
         module, name = self._owner(key)
-        if name not in _uncast(module):
+        if name not in _uncast(module) or self.keeps_file_dtype(module):
             return False
         _cast(module, name)
         return True
@@ -106,12 +116,14 @@ def load_mapped(kind: type[Kind], load: Callable[..., Any], arguments: Sequence[
 
     Formats that a loader holds in wrappers of its own (quantised, GGUF) stay as it made them.
     """
-    before = comfy.model_patcher.CoreModelPatcher
+    patcher_class, first_device = comfy.model_patcher.CoreModelPatcher, comfy.model_management.unet_inital_load_device
     comfy.model_patcher.CoreModelPatcher, Mapped._assigning = kind, True
+    comfy.model_management.unet_inital_load_device = lambda *_: torch.device("cpu")
     try:
         made = load(*arguments)
     finally:
-        comfy.model_patcher.CoreModelPatcher, Mapped._assigning = before, False
+        comfy.model_patcher.CoreModelPatcher, Mapped._assigning = patcher_class, False
+        comfy.model_management.unet_inital_load_device = first_device
     patcher: Kind = made if index is None else made[index]
     # Not `.data`, which is of a wrapper's class without what makes it one.
     patcher.file_views = {name: parameter.detach() for name, parameter in patcher.model.named_parameters()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 import time
@@ -13,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .comfy import DEVICE
 from .websocket import WebSocket
 
 Graph = dict[str, dict[str, Any]]
@@ -71,7 +73,8 @@ class Client:
         self._socket.close()
 
     def queue(self, graph: Graph, *, preview_method: str = "none") -> str:
-        answer = self.post("/prompt", prompt=graph, client_id=self._id, extra_data={"preview_method": preview_method})
+        extra = {"preview_method": preview_method}
+        answer = self.post("/prompt", prompt=on_device(graph), client_id=self._id, extra_data=extra)
         if answer.get("node_errors"):
             raise NodeError(json.dumps(answer["node_errors"], indent=1))
         return str(answer["prompt_id"])
@@ -168,6 +171,21 @@ class Client:
         with self._news:
             self._events.append(event)
             self._news.notify_all()
+
+
+def on_device(graph: Graph, device: str = DEVICE) -> Graph:
+    """The graph with every worker on this device, where its configs say "cpu" or leave devices to the machine."""
+    if device == "cpu":
+        return graph
+    moved = {name: {**node, "inputs": dict(node["inputs"])} for name, node in graph.items()}
+    for node in moved.values():
+        inputs = node["inputs"]
+        degrees = [inputs.get(f"{kind}_degree", 1) for kind in ("ring", "ulysses", "cfg", "data", "pipeline")]
+        if inputs.get("devices") == "":
+            inputs["devices"] = ",".join(["cpu"] * math.prod(max(1, degree) for degree in degrees))
+        if "devices" in inputs:
+            inputs["devices"] = inputs["devices"].replace("cpu", device)
+    return moved
 
 
 def _event(message: str | bytes) -> Event:

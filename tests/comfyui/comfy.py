@@ -1,4 +1,4 @@
-"""Where ComfyUI is and which python runs it. Imports nothing of it."""
+"""Where ComfyUI is, which python runs it, and on what. Imports nothing of it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 OUR_ROOT = Path(__file__).absolute().parents[2]
+DEVICE = os.environ.get("CP_TEST_DEVICE", "cpu")  # or the number of a GPU that ComfyUI and all workers share
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,12 +17,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from .client import Client
-from .comfy import OUR_ROOT, ComfyInstall
+from .comfy import DEVICE, OUR_ROOT, ComfyInstall
 from .models import write_models
 from .processes import MARK, Process, die_with_parent, marked_processes, wait_until_none
 
 FLAGS = (
-    "--cpu",
+    *(("--cpu",) if DEVICE == "cpu" else ()),
     "--force-fp32",
     "--use-pytorch-cross-attention",
     "--disable-auto-launch",
@@ -31,6 +31,7 @@ FLAGS = (
     "--database-url=sqlite:///:memory:",
 )
 _QUIET = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}  # tiny models, busy machines
+_ON_A_GPU = {} if DEVICE == "cpu" else {"CP_NCCL_ON_ONE_CARD": "1", "NVIDIA_TF32_OVERRIDE": "0"}
 START_SECONDS = float(os.environ.get("CP_TEST_START_SECONDS", "120"))  # more where many tests share few cores
 SITE = str(OUR_ROOT / "tests" / "site")
 STOP_SECONDS = 10
@@ -53,7 +54,15 @@ class Server:
             self.process = subprocess.Popen(
                 [*map(str, command), *FLAGS, *flags],
                 cwd=comfy.root,
-                env={**os.environ, **_QUIET, "PYTHONPATH": SITE, MARK: self.mark, "TMPDIR": str(self.scratch), **env},
+                env={
+                    **os.environ,
+                    **_QUIET,
+                    **_ON_A_GPU,
+                    "PYTHONPATH": SITE,
+                    MARK: self.mark,
+                    "TMPDIR": str(self.scratch),
+                    **env,
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -11,20 +11,21 @@ from typing import Any
 import pytest
 
 from ..engine.conftest import Group, Ranks
+from ..zoo import checkpoints
 from .comfy import ComfyInstall
 
 VAE, TOGETHER = "tests.comfyui.vae_scenes:", "tests.comfyui.together_scenes:"
 RESIDENCE, SAMPLER = "tests.comfyui.residence_scenes:", "tests.comfyui.sampler_scenes:"
 CODE = "tests.comfyui.code_scenes:"
 CALLBACK, CONTROL = "tests.comfyui.callback_scenes:", "tests.comfyui.control_scenes:"
-REPLACED = "tests.comfyui.replaced_scenes:"
+REPLACED, LOADING = "tests.comfyui.replaced_scenes:", "tests.comfyui.loading_scenes:"
 SHARED_OUT = ["nothing", "no patches", "an empty list", "several empty lists"]
 
 
 @pytest.fixture(scope="module")
 def processes(comfy: ComfyInstall) -> Iterator[Ranks]:
     """That have ComfyUI and our pack imported."""
-    scenes = ("vae", "together", "residence", "sampler", "code", "callback", "control", "replaced")
+    scenes = ("vae", "together", "residence", "sampler", "code", "callback", "control", "replaced", "loading")
     modules = [f"tests.comfyui.{name}_scenes" for name in scenes]
     ranks = Ranks(comfy.python, modules, {"COMFYUI_PATH": str(comfy.root)})
     yield ranks
@@ -353,3 +354,20 @@ def test_what_a_pack_replaces_in_comfyuis_own_code_is_honoured_or_refused_by_nam
         assert run["equal"], what
         assert run["does something"] == (what != "an algorithm of its own")
         assert bool(run["said"]) == run["does something"], what
+
+
+@pytest.mark.parametrize("dynamic_vram", [False, True])
+def test_small_layers_are_rounded_unless_the_host_has_dynamic_vram(
+    alone: Group, tmp_path: Path, dynamic_vram: bool
+) -> None:
+    (dtypes,) = alone.run(f"{LOADING}rounded", folder=str(tmp_path), dynamic_vram=dynamic_vram)
+    small = "torch.float32" if dynamic_vram else "torch.float8_e4m3fn"
+    assert dtypes["small"] == [small]
+    assert dtypes["large"] == ["torch.float8_e4m3fn"]
+    assert set(dtypes["merged"]) == {small, "torch.float8_e4m3fn"}
+
+
+def test_a_checkpoint_is_not_loaded_to_a_gpu_before_it_is_used(alone: Group, tmp_path: Path) -> None:
+    path = checkpoints.write(tmp_path, "flux_dev", prefix="model.diffusion_model.")
+    (answer,) = alone.run(f"{LOADING}at_once", path=str(path))
+    assert answer == {"views": True, "loaded": 0, "restored": True}

@@ -145,7 +145,7 @@ def _native_cudnn(
             return sdpa(q, k, v, mask, scale), None
     cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
     out, lse = cudnn(*heads_first(q, k, v), None, with_lse, scale=scale)[:2]
-    return out.transpose(1, 2), lse.squeeze(-1) if lse.ndim == 4 else lse  # 4 since PyTorch 2.9
+    return out.transpose(1, 2), lse.squeeze(-1) if with_lse and lse.ndim == 4 else lse  # 4 since PyTorch 2.9
 
 
 def _native_flash(

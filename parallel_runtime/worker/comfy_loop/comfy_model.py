@@ -199,7 +199,7 @@ def load(
         raise Refused("model.dtype", dtype=dtype, expected=spec.weight_dtype)
     # ComfyUI batches conditioning by free memory, which differs between ranks: here all prompts fit.
     patcher.model.memory_required = lambda *args, **kwargs: 0
-    patcher.weight_state = WeightState()
+    patcher.weight_state = WeightState(dynamic_vram=spec.dynamic_vram)
     on_progress(1.0)
     network = patcher.model.diffusion_model
     return ComfyModel(

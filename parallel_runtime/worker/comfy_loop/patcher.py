@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import comfy.hooks
+import comfy.model_management
 import comfy.utils
 import torch
 from comfy.model_patcher import key_param_name_to_key
@@ -17,6 +18,7 @@ from ...engine.weights.prefetch import BlockPrefetcher, RankPlacement, large_lay
 from ...loading.mapped import Backup, Mapped
 
 UNLIMITED_BYTES = 1e32
+SMALL_BYTES = 16 * 1024  # of a layer that ComfyUI's dynamic VRAM loads at once (ModelPatcherDynamic.load)
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,13 +42,14 @@ class OffloadSet:
 
 @dataclass(eq=False)
 class WeightState:
-    """The state of the weights that all clones share: whether layers are forced to cast, what is offloaded, and the
-    prefetcher that has it while the model is loaded."""
+    """The state of the weights that all clones share: whether layers are forced to cast, what is offloaded, the
+    prefetcher that has it while the model is loaded, and whether the host has dynamic VRAM."""
 
     force_cast: bool = False
     offload_set: OffloadSet | None = None
     prefetcher: BlockPrefetcher | None = None
     in_file_bytes: int = 0
+    dynamic_vram: bool = False
     on_move: Callable[[], None] = lambda: None  # called when weights leave their memory
 
 
@@ -66,6 +69,12 @@ class RankPatcher(Mapped):
         if self.weight_state.offload_set is not None:
             made.hook_mode = comfy.hooks.EnumHookMode.MinVram  # else it keeps every weight that hooks change
         return made
+
+    def keeps_file_dtype(self, module: torch.nn.Module) -> bool:
+        """Returns whether dynamic VRAM leaves this module's weights as they are in the file: it rounds a layer to the
+        dtype of the model as it fetches it, and small layers are not fetched."""
+        casts = self.weight_state.dynamic_vram and hasattr(module, "comfy_cast_weights")
+        return casts and comfy.model_management.module_size(module) <= SMALL_BYTES
 
     def model_size(self) -> int:
         """Returns the bytes on the device, or those once loaded. Never 0, which means to ComfyUI that nothing is."""
