@@ -90,7 +90,7 @@ def check_recordings(rows: list[dict[str, Any]]) -> None:
         for degrees in ("ring 1 x Ulysses 2", "ring 2 x Ulysses 1"):
             assert notes[network, degrees, "auto"] == "recorded, 16 replays"
             assert notes[network, degrees, "one replay"] == "needs a CUDA GPU"
-            assert (network, degrees, "200 replays") in notes
+            assert (network, degrees, "replays") in notes
     assert max(row["error"] for row in rows if "error" in row) == 0
 
 

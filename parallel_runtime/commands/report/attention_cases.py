@@ -36,7 +36,7 @@ def cases(setting: Setting, device: torch.device) -> Iterator[Case]:
             yield Case({"what": backend}, partial(dict, note=f"not here: {why}"))
     for result in benchmark_results(group_state):
         for name, microseconds in zip(result.kernels, result.microseconds, strict=True):
-            yield Case({"what": f"race: {name}, {result.block}"}, partial(dict, ms=microseconds / 1e3))
+            yield Case({"what": f"benchmark: {name}, {result.block}"}, partial(dict, ms=microseconds / 1e3))
 
 
 def parallelisms(world_size: int, backend: AttentionBackend = "auto") -> Iterator[tuple[str, Parallelism]]:

@@ -50,7 +50,7 @@ class Part(NamedTuple):
 
 PARTS = (  # unmeasured ones first, then by speed and importance
     Part("graph_pools", "graph_pools", "Memory of CUDA graphs", 30, "nobody", "no more"),
-    Part("recordings", "recordings", "Recorded forwards", 25, "ranks"),
+    Part("recordings", "recordings", "Recorded forwards", 50, "ranks"),
     Part("page_locks", "page_locks", "Offload without page-locked memory", 10, "nobody", "no more"),
     Part("attention", "attention_cases", "Attention against float64", 25, "ranks", "no more"),
     Part("group", "group_cases", "The worker group", 70, "workers", "diffusers"),

@@ -24,6 +24,7 @@ from .measuring import GIB, NEEDS_CUDA, Case, Measurement, Setting, clocked, lar
 from .network_cases import Subject, plan_of, subjects
 
 STEPS, REPLAYS, CFG = 8, 200, 3.0
+REPLAY_SECONDS = 30  # a network that takes longer for REPLAYS is replayed less, but in two runs
 MARGIN = 256 << 20  # bytes that other work leaves of the device, beside what a run needs
 KINDS = {  # by what the names of kernels contain, the first that fits
     "NCCL": ("nccl",),
@@ -69,7 +70,7 @@ class Trial:
         self._model.parallelize(self._mesh, parallelism)
         yield Case(labels | {"mode": "eager"}, self._eager)
         yield Case(labels | {"mode": "auto"}, self._auto)
-        yield Case(labels | {"mode": f"{REPLAYS} replays"}, self._replays)
+        yield Case(labels | {"mode": "replays"}, self._replays)
         yield Case(labels | {"mode": "one replay"}, partial(timeline_of, self._once, self._device))
         for run in (1, 2, 3) if self._alone and self._device.type == "cuda" else ():
             yield Case(labels | {"mode": f"run {run} on a full device"}, partial(self._on_a_full_device, run))
@@ -83,14 +84,17 @@ class Trial:
         return x
 
     def _eager(self) -> Measurement:
-        """Times an eager evaluation, and keeps the memory that a run needs, which later measurements use."""
+        """Times an eager evaluation, and compares a first run with a second one: where they differ, the network itself
+        gives no bits twice. Keeps the second run, and the memory that a run needs, for the measurements after it."""
         call = self._model.network._call_impl
+        first = self._sampled(call)
         self._expected = self._sampled(call)
         self._free_at_rest = self._free()
         used = 0 if self._device.type == "cpu" else torch.cuda.memory_allocated(self._device)
         times = clocked(lambda: call(**self._prompts[0], transformer_options={}), self._device)
         self._needed = max(0, int(times.get("gib", 0.0) * GIB) - used)
-        return times
+        self._replayed = min(REPLAYS, int(1e3 * REPLAY_SECONDS / times["ms"]))
+        return times | {"error": mean_error(first, self._expected)}
 
     def _auto(self) -> Measurement:
         """Samples with recording on auto, and returns its decision with the share of launches that it followed from."""
@@ -106,13 +110,14 @@ class Trial:
         return {"error": error, "graph_gib": stats.bytes / GIB, "note": launched + decided}
 
     def _replays(self) -> Measurement:
-        """Checks the bits of runs that make REPLAYS replays together, and times one."""
+        """Checks the bits of runs that make up to REPLAYS replays together, and times one."""
         self._model.graph_runner.discard()
         self._model.graph_runner.choice = "on"
-        samples = [self._sampled(self._model.network) for _ in range(1 + REPLAYS // (2 * STEPS))]
+        samples = [self._sampled(self._model.network) for _ in range(2 + self._replayed // (2 * STEPS))]
         stats = self._model.graph_runner.stats
         differing = sum(not torch.equal(each, self._expected) for each in samples)
         measurement = clocked(self._once, self._device) | {"graph_gib": stats.bytes / GIB}
+        measurement |= {"note": f"{stats.replays} replays"}
         assert stats.keys, f"not recorded: {'; '.join(stats.eager)}"
         assert not differing, f"{differing} of {len(samples)} runs gave other numbers than the eager one"
         return measurement
