@@ -215,7 +215,7 @@ def model_spec(model: ModelPatcher) -> ModelSpec:
         index=index[0] if index else None,
         files=files,
         weight_dtype=str(model.model.get_dtype()).removeprefix("torch."),
-        dynamic_vram=comfy.memory_management.aimdo_enabled,
+        dynamic_vram=getattr(comfy.memory_management, "aimdo_enabled", False),
     )
 
 
