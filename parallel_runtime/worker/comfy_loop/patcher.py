@@ -72,9 +72,12 @@ class RankPatcher(Mapped):
 
     def keeps_file_dtype(self, module: torch.nn.Module) -> bool:
         """Returns whether dynamic VRAM leaves this module's weights as they are in the file: it rounds a layer to the
-        dtype of the model as it fetches it, and small layers are not fetched."""
-        casts = self.weight_state.dynamic_vram and hasattr(module, "comfy_cast_weights")
-        return casts and comfy.model_management.module_size(module) <= SMALL_BYTES
+        dtype of the model as it fetches it, and small layers are not fetched. Where the model computes in that dtype,
+        they are rounded as they are used, which is the same."""
+        computes_in_another = self.force_cast_weights or self.model.manual_cast_dtype is not None
+        if not (self.weight_state.dynamic_vram and computes_in_another and hasattr(module, "comfy_cast_weights")):
+            return False
+        return comfy.model_management.module_size(module) <= SMALL_BYTES
 
     def model_size(self) -> int:
         """Returns the bytes on the device, or those once loaded. Never 0, which means to ComfyUI that nothing is."""
