@@ -15,7 +15,6 @@ from itertools import zip_longest
 from types import CodeType
 from typing import Any
 
-import comfy.memory_management
 import comfy.model_management
 import comfy.samplers
 import torch
@@ -35,6 +34,7 @@ from ...parallel_runtime.errors import Refused
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.loading import gguf
 from ...parallel_runtime.loading.fingerprint import stat_file
+from ...parallel_runtime.loading.mapped import has_dynamic_vram
 from ...parallel_runtime.planning.network_stats import NetworkStats, Work
 from ...parallel_runtime.planning.plan_inputs import PlanInputs
 from ...parallel_runtime.planning.request_checks import check_run_in_patches
@@ -215,7 +215,7 @@ def model_spec(model: ModelPatcher) -> ModelSpec:
         index=index[0] if index else None,
         files=files,
         weight_dtype=str(model.model.get_dtype()).removeprefix("torch."),
-        dynamic_vram=getattr(comfy.memory_management, "aimdo_enabled", False),
+        dynamic_vram=has_dynamic_vram(),
     )
 
 

@@ -11,6 +11,7 @@ from collections import namedtuple
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import comfy.memory_management
 import comfy.model_management
 import comfy.model_patcher
 import comfy.utils
@@ -47,11 +48,8 @@ class Mapped(ModelPatcher):
 
     def settle(self, module: torch.nn.Module) -> None:
         """Gives the module's own weights, which are on their device, the dtype that they are computed from."""
-        if self.keeps_file_dtype(module):
-            module.comfy_cast_weights = True  # type: ignore[assignment]
-            return
         for name in _uncast(module):
-            if not _casts_as_it_computes(module, name):
+            if not _casts_as_it_computes(module, name, in_any_case=self.keeps_file_dtype(module)):
                 _cast(module, name)
 
     def keeps_file_dtype(self, module: torch.nn.Module) -> bool:
@@ -111,6 +109,12 @@ class Mapped(ModelPatcher):
             self.model.device = device_to
 
 
+def has_dynamic_vram() -> bool:
+    """Returns whether this ComfyUI has dynamic VRAM on. In the versions that we know, only its main.py turns it on."""
+    dynamic = issubclass(comfy.model_patcher.CoreModelPatcher, getattr(comfy.model_patcher, "ModelPatcherDynamic", ()))
+    return dynamic or getattr(comfy.memory_management, "aimdo_enabled", False)
+
+
 def load_mapped(kind: type[Kind], load: Callable[..., Any], arguments: Sequence[Any], index: int | None) -> Kind:
     """Returns the `kind` that `load(*arguments)` makes, or the one at `index` of what it makes.
 
@@ -142,12 +146,12 @@ def _uncast(module: torch.nn.Module) -> list[str]:
     ]
 
 
-def _casts_as_it_computes(module: Any, name: str) -> bool:
-    """Has this layer of ComfyUI widen its weights at each use, and returns whether it can, to the bit. On the CPU the
-    file's pages are the weights."""
+def _casts_as_it_computes(module: Any, name: str, *, in_any_case: bool) -> bool:
+    """Has this layer of ComfyUI cast its weights at each use, and returns whether it does: if it can and it should
+    `in_any_case`, or widens them, to the bit, on the CPU, where the file's pages are the weights."""
     parameter, dtype = module._parameters[name], getattr(module, f"{name}_comfy_model_dtype")
-    widens = dtype.itemsize > parameter.dtype.itemsize
-    if parameter.device.type != "cpu" or not hasattr(module, "comfy_cast_weights") or not widens:
+    widens = parameter.device.type == "cpu" and dtype.itemsize > parameter.dtype.itemsize
+    if not hasattr(module, "comfy_cast_weights") or not (in_any_case or widens):
         return False
     module.comfy_cast_weights = True
     return True

@@ -179,13 +179,16 @@ def on_device(graph: Graph, device: str = DEVICE) -> Graph:
         return graph
     moved = {name: {**node, "inputs": dict(node["inputs"])} for name, node in graph.items()}
     for node in moved.values():
-        inputs = node["inputs"]
-        degrees = [inputs.get(f"{kind}_degree", 1) for kind in ("ring", "ulysses", "cfg", "data", "pipeline")]
-        if inputs.get("devices") == "":
-            inputs["devices"] = ",".join(["cpu"] * math.prod(max(1, degree) for degree in degrees))
-        if "devices" in inputs:
-            inputs["devices"] = inputs["devices"].replace("cpu", device)
+        if "devices" in (inputs := node["inputs"]):
+            devices = inputs["devices"] or ",".join(["cpu"] * workers_of(inputs))
+            inputs["devices"] = devices.replace("cpu", device)
     return moved
+
+
+def workers_of(config: Mapping[str, Any]) -> int:
+    """How many workers a config asks for on a machine without a GPU, where 1 is what is left to the node."""
+    degrees = (config.get(f"{kind}_degree", 1) for kind in ("ring", "ulysses", "cfg", "data", "pipeline"))
+    return len(config["devices"].split(",")) if config["devices"] else math.prod(max(1, each) for each in degrees)
 
 
 def _event(message: str | bytes) -> Event:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from .client import Graph
+from .client import Graph, workers_of
 
 Sampler = Literal["KSampler", "CPSampler"]
 Link = list[Any]
@@ -51,9 +50,7 @@ class Parallel:
 
     @property
     def workers(self) -> int:
-        """On this machine, without a GPU: what is left to the node is 1."""
-        degrees = (self.ring_degree, self.ulysses_degree, self.cfg_degree, self.data_degree, self.pipeline_degree)
-        return len(self.devices.split(",")) if self.devices else math.prod(max(1, degree) for degree in degrees)
+        return workers_of(vars(self))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,8 +33,9 @@ def rounded(rank: int, world: int, folder: str, dynamic_vram: bool) -> dict[str,
     model = comfy_model.load(additional.AdditionalModels(), spec, device, lambda done: None, None)
     patcher = model.patcher.clone()
     patcher.on_progress = lambda done: None
-    layers = {name: layer for name, layer in patcher.model.named_modules() if hasattr(layer, "comfy_cast_weights")}
-    layers = {name: layer for name, layer in layers.items() if getattr(layer, "weight", None) is not None}
+    modules = patcher.model.named_modules()
+    layers = {name: layer for name, layer in modules if getattr(layer, "weight", None) is not None}
+    assert all(hasattr(layer, "comfy_cast_weights") for layer in layers.values())
     large = {name for name, layer in layers.items() if comfy.model_management.module_size(layer) > 16 * 1024}
     merged = [next(name for name in layers if (name in large) == of_large) for of_large in (False, True)]
     ones = {f"{name}.weight": torch.ones(layers[name].weight.shape) for name in merged}

@@ -31,7 +31,8 @@ FLAGS = (
     "--database-url=sqlite:///:memory:",
 )
 _QUIET = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}  # tiny models, busy machines
-_ON_A_GPU = {} if DEVICE == "cpu" else {"CP_NCCL_ON_ONE_CARD": "1", "NVIDIA_TF32_OVERRIDE": "0"}
+if DEVICE != "cpu":
+    _QUIET |= {"CP_NCCL_ON_ONE_CARD": "1", "NVIDIA_TF32_OVERRIDE": "0"}
 START_SECONDS = float(os.environ.get("CP_TEST_START_SECONDS", "120"))  # more where many tests share few cores
 SITE = str(OUR_ROOT / "tests" / "site")
 STOP_SECONDS = 10
@@ -54,15 +55,7 @@ class Server:
             self.process = subprocess.Popen(
                 [*map(str, command), *FLAGS, *flags],
                 cwd=comfy.root,
-                env={
-                    **os.environ,
-                    **_QUIET,
-                    **_ON_A_GPU,
-                    "PYTHONPATH": SITE,
-                    MARK: self.mark,
-                    "TMPDIR": str(self.scratch),
-                    **env,
-                },
+                env={**os.environ, **_QUIET, "PYTHONPATH": SITE, MARK: self.mark, "TMPDIR": str(self.scratch), **env},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -24,7 +24,7 @@ from .measuring import GIB, NEEDS_CUDA, Case, Measurement, Setting, clocked, lar
 from .network_cases import Subject, plan_of, subjects
 
 STEPS, REPLAYS, CFG = 8, 200, 3.0
-REPLAY_SECONDS = 30  # a network that takes longer for REPLAYS is replayed less, but in two runs
+REPLAY_SECONDS = 30  # a network that takes longer for REPLAYS is replayed in fewer runs
 MARGIN = 256 << 20  # bytes that other work leaves of the device, beside what a run needs
 KINDS = {  # by what the names of kernels contain, the first that fits
     "NCCL": ("nccl",),
@@ -93,7 +93,8 @@ class Trial:
         used = 0 if self._device.type == "cpu" else torch.cuda.memory_allocated(self._device)
         times = clocked(lambda: call(**self._prompts[0], transformer_options={}), self._device)
         self._needed = max(0, int(times.get("gib", 0.0) * GIB) - used)
-        self._replayed = min(REPLAYS, int(1e3 * REPLAY_SECONDS / times["ms"]))
+        (slowest,) = largest(times["ms"])  # so that all ranks replay alike
+        self._replayed_runs = max(1, min(REPLAYS, int(1e3 * REPLAY_SECONDS / slowest)) // (2 * STEPS))
         return times | {"error": mean_error(first, self._expected)}
 
     def _auto(self) -> Measurement:
@@ -113,7 +114,7 @@ class Trial:
         """Checks the bits of runs that make up to REPLAYS replays together, and times one."""
         self._model.graph_runner.discard()
         self._model.graph_runner.choice = "on"
-        samples = [self._sampled(self._model.network) for _ in range(2 + self._replayed // (2 * STEPS))]
+        samples = [self._sampled(self._model.network) for _ in range(1 + self._replayed_runs)]
         stats = self._model.graph_runner.stats
         differing = sum(not torch.equal(each, self._expected) for each in samples)
         measurement = clocked(self._once, self._device) | {"graph_gib": stats.bytes / GIB}

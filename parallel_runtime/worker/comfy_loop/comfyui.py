@@ -60,18 +60,16 @@ def _flags(setup: ComfySetup, device: torch.device) -> list[str]:
 
 
 def _check_off() -> None:
-    """Raises Refused where ComfyUI has dynamic VRAM or its compiler on. In the versions that we know, only main.py
-    turns on dynamic VRAM, and only a flag the compiler."""
+    """Raises Refused where ComfyUI has dynamic VRAM or its compiler on, which in the versions that we know only a flag
+    turns on."""
     import comfy.cli_args
-    import comfy.memory_management
-    import comfy.model_patcher
     import comfyui_version
 
-    args, patcher = comfy.cli_args.args, comfy.model_patcher
-    dynamic = issubclass(patcher.CoreModelPatcher, getattr(patcher, "ModelPatcherDynamic", ()))
-    dynamic_vram = dynamic or getattr(comfy.memory_management, "aimdo_enabled", False)
+    from ...loading.mapped import has_dynamic_vram
+
+    args = comfy.cli_args.args
     compiler = not getattr(args, "disable_comfy_compiler", True) or getattr(args, "enable_comfy_compiler", False)
-    for what, on, flag in (("dynamic VRAM", dynamic_vram, OFF[0]), ("its model compiler", compiler, OFF[1])):
+    for what, on, flag in (("dynamic VRAM", has_dynamic_vram(), OFF[0]), ("its model compiler", compiler, OFF[1])):
         if on:
             raise Refused("comfyui.flag", version=comfyui_version.__version__, what=what, flag=flag)
 
