@@ -20,6 +20,7 @@ import comfy.samplers
 import torch
 from comfy.controlnet import ControlLora
 from comfy.model_patcher import ModelPatcher
+from comfy.sampler_helpers import cond_has_hooks
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -79,7 +80,11 @@ class DescribedModel:
 
     def guided_by(self, conds: Conds) -> DescribedModel:
         """Returns this MODEL under these conditions. LTX-2's guides whose strength is not 1 give each query a mask of
-        its own, by its place in the whole sequence: the network stays undivided."""
+        its own, by its place in the whole sequence: the network stays undivided. Where conditions have hooks, ComfyUI
+        samples with a copy of the MODEL that has no dynamic VRAM."""
+        hooked = any(cond_has_hooks([(None, cond) for cond in prompt]) for prompt in conds.values())
+        if self.spec.dynamic_vram and hooked:
+            return replace(self, spec=replace(self.spec, dynamic_vram=False)).guided_by(conds)
         guides = [guide for prompt in conds.values() for cond in prompt for guide in cond.get(GUIDES) or ()]
         masked = any(guide["strength"] != 1 or guide.get("pixel_mask") is not None for guide in guides)
         return self.undivided("guides whose strength is not 1") if masked else self
@@ -215,7 +220,7 @@ def model_spec(model: ModelPatcher) -> ModelSpec:
         index=index[0] if index else None,
         files=files,
         weight_dtype=str(model.model.get_dtype()).removeprefix("torch."),
-        dynamic_vram=has_dynamic_vram(),
+        dynamic_vram=has_dynamic_vram() and loader is not gguf.load,
     )
 
 

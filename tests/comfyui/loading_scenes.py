@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import uuid
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,38 +13,113 @@ import torch
 from ..zoo.checkpoints import write
 from .pack import pack_module
 
-import comfy.model_management  # isort: skip  # the pack's module has made ComfyUI importable
+import comfy.memory_management  # isort: skip  # the pack's module has made ComfyUI importable
+import comfy.model_management  # isort: skip
+import comfy.ops  # isort: skip
 import comfy.sd  # isort: skip
+from comfy import weight_adapter  # isort: skip
+from comfy.model_patcher import LowVramPatch  # isort: skip
 
-comfy_model, additional = (
-    pack_module(f"parallel_runtime.worker.comfy_loop.{name}") for name in ("comfy_model", "additional_models")
+comfy_model, additional, patcher = (
+    pack_module(f"parallel_runtime.worker.comfy_loop.{name}")
+    for name in ("comfy_model", "additional_models", "patcher")
 )
 mapped, specs = pack_module("parallel_runtime.loading.mapped"), pack_module("parallel_runtime.specs")
-ROUNDED = "float8_e4m3fn"
+ROUNDED, CPU = "float8_e4m3fn", torch.device("cpu")
 
 
-def rounded(rank: int, world: int, folder: str, dynamic_vram: bool) -> dict[str, list[str]]:
-    """The dtypes of small and of large layers, and of those of them that a patch is merged into."""
+def loaded(folder: str, *, dynamic_vram: bool) -> Any:
+    """A MODEL of this rank whose file is rounded as it is loaded."""
     path = write(Path(folder), "flux_schnell")
     options = {"dtype": {"torch.dtype": ROUNDED}}
     spec = specs.ModelSpec(
         loader="comfy.sd:load_diffusion_model", arguments=json.dumps([str(path), options]), weight_dtype=ROUNDED,
         dynamic_vram=dynamic_vram,
     )  # fmt: skip
-    device = torch.device("cpu")
-    model = comfy_model.load(additional.AdditionalModels(), spec, device, lambda done: None, None)
-    patcher = model.patcher.clone()
-    patcher.on_progress = lambda done: None
-    modules = patcher.model.named_modules()
+    model = comfy_model.load(additional.AdditionalModels(), spec, CPU, lambda done: None, None)
+    clone = model.patcher.clone()
+    clone.on_progress = lambda done: None
+    return clone
+
+
+def rounded(rank: int, world: int, folder: str, dynamic_vram: bool) -> dict[str, list[str]]:
+    """The dtypes of small and of large layers, and of those of them that a patch is merged into."""
+    model = loaded(folder, dynamic_vram=dynamic_vram)
+    modules = model.model.named_modules()
     layers = {name: layer for name, layer in modules if getattr(layer, "weight", None) is not None}
     assert all(hasattr(layer, "comfy_cast_weights") for layer in layers.values())
     large = {name for name, layer in layers.items() if comfy.model_management.module_size(layer) > 16 * 1024}
     merged = [next(name for name in layers if (name in large) == of_large) for of_large in (False, True)]
     ones = {f"{name}.weight": torch.ones(layers[name].weight.shape) for name in merged}
-    patcher.add_patches({key: (value,) for key, value in ones.items()})
-    patcher.partially_load(device)
+    model.add_patches({key: (value,) for key, value in ones.items()})
+    model.partially_load(CPU)
     groups = {"small": layers.keys() - large - {*merged}, "large": large - {*merged}, "merged": merged}
     return {what: sorted({str(layers[name].weight.dtype) for name in names}) for what, names in groups.items()}
+
+
+def fp8_products(rank: int, world: int, dynamic_vram: bool) -> dict[str, bool]:
+    """Of layers that a GPU multiplies in fp8, by the dtype in the file: are their products those of bfloat16?"""
+    exact = {}
+    for name in ("float32", ROUNDED):
+        layer = comfy.ops.fp8_ops.Linear(256, 64, bias=False, dtype=torch.float32, device="cpu")
+        dice = torch.Generator().manual_seed(0)
+        layer.weight = torch.nn.Parameter(torch.randn(64, 256, generator=dice).to(getattr(torch, name)), False)
+        if dynamic_vram:
+            patcher.DynamicVram(torch.nn.Sequential(layer))
+        layer.weight = torch.nn.Parameter(layer.weight.to(getattr(torch, ROUNDED)), False)
+        x = torch.randn(3, 256, generator=dice).to(torch.bfloat16)
+        expected = torch.nn.functional.linear(x, layer.weight.to(torch.bfloat16))
+        exact[name] = torch.equal(layer.forward_comfy_cast_weights(x), expected)
+    return exact
+
+
+def merged(rank: int, world: int, folder: str, dynamic_vram: bool) -> dict[str, list[bool]]:
+    """Of LoRAs on a large layer, one after the other: is it what ComfyUI's dynamic VRAM makes of it as it fetches it;
+    and does the network's state dict have it as in the file, from which ComfyUI makes a Control-LoRA?"""
+    model = loaded(folder, dynamic_vram=dynamic_vram)
+    model.set_model_compute_dtype(torch.bfloat16)
+    layer = "diffusion_model.double_blocks.0.img_mlp.0"
+    view = model.file_views[f"{layer}.weight"]
+    dice, each = torch.Generator().manual_seed(0), {"as fetched": [], "as in the file": []}
+    for _ in range(2):
+        model = model.clone()
+        model.on_progress = lambda done: None
+        up, down = (torch.randn(*shape, generator=dice) / 9 for shape in ((view.shape[0], 4), (4, view.shape[1])))
+        lora = weight_adapter.LoRAAdapter(set(), (up, down, None, None, None, None))
+        model.patches = {f"{layer}.{name}": [patch] for name, patch in {
+            "weight": (0.7, lora, 1.0, None, None),
+            "bias": (0.7, ("diff", (torch.randn(view.shape[0], generator=dice),)), 1.0, None, None),
+        }.items()}  # fmt: skip
+        model.patches_uuid = uuid.uuid4()
+        model.partially_load(CPU)
+        module = model.model.get_submodule(layer)
+        weight, bias = as_fetched(model, layer)
+        each["as fetched"].append(torch.equal(module.weight, weight) and torch.equal(module.bias, bias))
+        with model.state_dict_of_file():
+            state = model.model.diffusion_model.state_dict()
+        each["as in the file"].append(state[f"{layer.partition('.')[2]}.weight"].data_ptr() == view.data_ptr())
+    return each
+
+
+def as_fetched(model: Any, layer: str) -> list[torch.Tensor]:
+    """The weight and bias that ComfyUI's dynamic VRAM keeps after it has fetched this layer for the first time."""
+    kept = [model.file_views[f"{layer}.{name}"].to(getattr(torch, ROUNDED)) for name in ("weight", "bias")]
+    sizes = [comfy.memory_management.vram_aligned_size(tensor) for tensor in kept]
+    fetched = torch.cat([
+        torch.nn.functional.pad(tensor.view(torch.uint8).flatten(), (0, size - tensor.nbytes))
+        for tensor, size in zip(kept, sizes, strict=True)
+    ])  # fmt: skip
+    module = SimpleNamespace(weight=kept[0], bias=kept[1], seed_key=layer)
+    for name in ("weight", "bias"):
+        patch = LowVramPatch(f"{layer}.{name}", model.patches)
+        vars(module)[f"{name}_lowvram_function"] = patch
+    geometry = comfy.memory_management.tensors_to_geometries(kept)
+    module._prefetch = dict(
+        signature="kept", resident=False, xfer_dest=fetched, needs_cast=False, cast_dest=None, cast_geometry=geometry
+    )
+    half = torch.bfloat16
+    comfy.ops.resolve_cast_module_with_vbar(module, half, CPU, half, None, want_requant=False)
+    return [module._v_weight, module._v_bias]
 
 
 def at_once(rank: int, world: int, path: str) -> dict[str, Any]:

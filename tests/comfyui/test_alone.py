@@ -367,6 +367,20 @@ def test_small_layers_are_rounded_unless_the_host_has_dynamic_vram(
     assert set(dtypes["merged"]) == {small, "torch.float8_e4m3fn"}
 
 
+@pytest.mark.parametrize("dynamic_vram", [False, True])
+def test_a_lora_is_merged_as_the_hosts_comfyui_merges_it(alone: Group, tmp_path: Path, dynamic_vram: bool) -> None:
+    (merged,) = alone.run(f"{LOADING}merged", folder=str(tmp_path), dynamic_vram=dynamic_vram)
+    assert merged == {"as fetched": [dynamic_vram] * 2, "as in the file": [dynamic_vram] * 2}
+
+
+@pytest.mark.parametrize("dynamic_vram", [False, True])
+def test_only_fp8_of_the_file_is_multiplied_in_fp8_where_the_host_has_dynamic_vram(
+    alone: Group, dynamic_vram: bool
+) -> None:
+    (exact,) = alone.run(f"{LOADING}fp8_products", dynamic_vram=dynamic_vram)
+    assert exact == {"float32": dynamic_vram, "float8_e4m3fn": False}
+
+
 def test_a_checkpoint_is_not_loaded_to_a_gpu_before_it_is_used(alone: Group, tmp_path: Path) -> None:
     path = checkpoints.write(tmp_path, "flux_dev", prefix="model.diffusion_model.")
     (answer,) = alone.run(f"{LOADING}at_once", path=str(path))

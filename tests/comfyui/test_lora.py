@@ -90,6 +90,18 @@ def test_another_model_in_between_does_not_lose_the_lora(server: Server) -> None
     assert torch.equal(sample(server, FLUX, stack), want)
 
 
+def test_what_comfyui_leaves_out_of_a_lora_is_left_out_at_every_strength(server: Server) -> None:
+    """ComfyUI patches no parameter of a module that has layers inside, such as a block's modulation."""
+    dice = torch.Generator().manual_seed(14)
+    whole = lora(server, "wan_t2v", 4)
+    with safe_open(server.base / "models" / "diffusion_models" / "wan_t2v.safetensors", "pt") as file:
+        shape = tuple(file.get_slice("blocks.0.modulation").get_shape())
+    left_out = {"diffusion_model.blocks.0.modulation.diff": normal(shape, dice, 2.0)}
+    name = write(server, "wan_modulation", whole | left_out)
+    for strength in (1.0, 0.5):
+        check(server, Job(family="wan_t2v", cfg=2.0), [(name, strength)])
+
+
 def loha(out: int, inner: int, dice: torch.Generator) -> Tensors:
     return {f"hada_w{i}_{part}": normal(shape, dice, 0.3)
             for i in (1, 2) for part, shape in (("a", (out, 4)), ("b", (4, inner)))}  # fmt: skip

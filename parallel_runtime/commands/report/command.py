@@ -48,7 +48,7 @@ class Part(NamedTuple):
     needs: Literal["ComfyUI", "diffusers", "no more"] = "ComfyUI"
 
 
-PARTS = (  # unmeasured ones first, then by speed and importance
+PARTS = (  # the least measured ones first, then by speed and importance
     Part("graph_pools", "graph_pools", "Memory of CUDA graphs", 30, "nobody", "no more"),
     Part("recordings", "recordings", "Recorded forwards", 50, "ranks"),
     Part("page_locks", "page_locks", "Offload without page-locked memory", 10, "nobody", "no more"),

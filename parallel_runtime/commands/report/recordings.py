@@ -132,7 +132,7 @@ class Trial:
         if run == 1:
             self._model.graph_runner.discard()
         graph_bytes = self._model.graph_runner.stats.bytes
-        excess_bytes = max(0, self._free() - max(0, self._needed + MARGIN - graph_bytes))
+        excess_bytes = max(0, self._free() - max(MARGIN, self._needed + MARGIN - graph_bytes))
         ballast = torch.empty(excess_bytes, dtype=torch.uint8, device=self._device)
         reading = readings(self._device, [self._model], self._mesh.context.group_state)
         weights = sum(model.resident for model in reading.weights)

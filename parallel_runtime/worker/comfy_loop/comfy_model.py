@@ -31,7 +31,7 @@ from ..models import Model
 from ..step_cache import StepCache
 from .additional_models import AdditionalModels
 from .comfyui import named
-from .patcher import OffloadSet, RankPatcher, WeightState
+from .patcher import DynamicVram, OffloadSet, RankPatcher, WeightState
 from .rebuild import rebuild
 
 WeightPatches = Mapping[str, list[Any]]
@@ -199,7 +199,7 @@ def load(
         raise Refused("model.dtype", dtype=dtype, expected=spec.weight_dtype)
     # ComfyUI batches conditioning by free memory, which differs between ranks: here all prompts fit.
     patcher.model.memory_required = lambda *args, **kwargs: 0
-    patcher.weight_state = WeightState(dynamic_vram=spec.dynamic_vram)
+    patcher.weight_state = WeightState(dynamic_vram=DynamicVram(patcher.model) if spec.dynamic_vram else None)
     on_progress(1.0)
     network = patcher.model.diffusion_model
     return ComfyModel(

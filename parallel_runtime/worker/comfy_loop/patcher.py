@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import comfy.float
 import comfy.hooks
+import comfy.lora
 import comfy.model_management
+import comfy.ops
 import comfy.utils
 import torch
-from comfy.model_patcher import key_param_name_to_key
+from comfy.model_patcher import LowVramPatch, get_key_weight, key_param_name_to_key
 
 from ...architectures.network_modules import blocks_of
 from ...architectures.split_plan import SplitPlan
@@ -40,16 +44,34 @@ class OffloadSet:
         return cls(placement, on_any_rank, layers, [*local, *([] if placement.resident_blocks else layers)])
 
 
+class DynamicVram:
+    """What ComfyUI's dynamic VRAM does with each module of `network`, whose weights are as in the file: it loads small
+    layers at once, fetches large ones for each use, and merges no patch into what is no layer of ComfyUI's
+    (ModelPatcherDynamic.load). Layers multiply in fp8 only where the file has fp8."""
+
+    def __init__(self, network: torch.nn.Module) -> None:
+        sizes = {
+            module: comfy.model_management.module_size(module)
+            for module in network.modules()
+            if hasattr(module, "comfy_cast_weights")
+        }
+        self.small = {module for module, size in sizes.items() if size <= SMALL_BYTES}
+        self.fetched = sizes.keys() - self.small
+        for module in sizes:  # `fp8_linear` looks at the weight in main memory, which is as in the file
+            if isinstance(module, comfy.ops.fp8_ops.Linear) and module.weight.dtype != torch.float8_e4m3fn:
+                module.__class__ = comfy.ops.manual_cast.Linear
+
+
 @dataclass(eq=False)
 class WeightState:
     """The state of the weights that all clones share: whether layers are forced to cast, what is offloaded, the
-    prefetcher that has it while the model is loaded, and whether the host has dynamic VRAM."""
+    prefetcher that has it while the model is loaded, and what the host's dynamic VRAM does, if it has that."""
 
     force_cast: bool = False
     offload_set: OffloadSet | None = None
     prefetcher: BlockPrefetcher | None = None
     in_file_bytes: int = 0
-    dynamic_vram: bool = False
+    dynamic_vram: DynamicVram | None = None
     on_move: Callable[[], None] = lambda: None  # called when weights leave their memory
 
 
@@ -75,9 +97,69 @@ class RankPatcher(Mapped):
         dtype of the model as it fetches it, and small layers are not fetched. Where the model computes in that dtype,
         they are rounded as they are used, which is the same."""
         computes_in_another = self.force_cast_weights or self.model.manual_cast_dtype is not None
-        if not (self.weight_state.dynamic_vram and computes_in_another and hasattr(module, "comfy_cast_weights")):
-            return False
-        return comfy.model_management.module_size(module) <= SMALL_BYTES
+        dynamic_vram = self.weight_state.dynamic_vram
+        return computes_in_another and dynamic_vram is not None and module in dynamic_vram.small
+
+    def patch_weight_to_device(self, key: str, device_to: torch.device | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Merges patches as the host's ComfyUI would, which merges some in another way where it has dynamic VRAM."""
+        dynamic_vram = self.weight_state.dynamic_vram if key in self.patches else None
+        if dynamic_vram is not None:
+            module, name = self._owner(key)
+            if not hasattr(module, "comfy_cast_weights"):
+                return None
+            if module in dynamic_vram.fetched and name in ("weight", "bias") and not self._is_resized(key):
+                return self._merge_as_fetched(key, device_to)
+        return super().patch_weight_to_device(key, device_to, *args, **kwargs)
+
+    def _is_resized(self, key: str) -> bool:
+        """Returns whether patches change the size of a weight of the layer that has this one."""
+        layer = key.rpartition(".")[0]
+        keys = (f"{layer}.{name}" for name in ("weight", "bias"))
+        weights = {each: comfy.utils.get_attr(self.model, each) for each in keys if each in self.patches}
+        return any(
+            comfy.lora.calculate_shape(self.patches[each], weight, each) != weight.shape
+            for each, weight in weights.items()
+        )
+
+    def _merge_as_fetched(self, key: str, device: torch.device | None) -> None:
+        """Merges patches as dynamic VRAM does when it fetches a layer (`resolve_cast_module_with_vbar` of
+        comfy/ops.py): in the dtype of computation, rounded with the layer's name as seed."""
+        self._cast_to_merge(key)
+        weight, set_weight, convert = get_key_weight(self.model, key)
+        self.backup.setdefault(key, Backup(weight, False))
+        device, (module, _) = device or weight.device, self._owner(key)
+        if isinstance(module, comfy.ops.fp8_ops.Linear):
+            dtype = comfy.model_management.lora_compute_dtype(device)
+        else:
+            dtype = self.object_patches.get("manual_cast_dtype") or self.model.get_dtype_inference()
+        value = comfy.model_management.cast_to_device(weight, device, dtype, copy=True)
+        merged = LowVramPatch(key, self.patches)(value if convert is None else convert(value, inplace=True))
+        seed = comfy.utils.string_to_seed(key.rpartition(".")[0])
+        if set_weight is None:
+            rounded = comfy.float.stochastic_rounding(merged, weight.dtype, seed=seed)
+            comfy.utils.set_attr_param(self.model, key, rounded)
+        else:
+            set_weight(merged, inplace_update=False, seed=seed)
+
+    @contextmanager
+    def state_dict_of_file(self) -> Iterator[None]:
+        """Has the network's state dict contain, in this context, layers that dynamic VRAM fetches as they are in the
+        file: ComfyUI makes a Control-LoRA of it."""
+
+        def restore(_: torch.nn.Module, state: dict[str, Any], *__: Any) -> None:
+            for name, current in state.items():
+                key = f"diffusion_model.{name}"
+                view = self.file_views.get(key)
+                changed = type(view) is torch.Tensor and (key in self.patches or view.dtype != current.dtype)
+                if changed and self._owner(key)[0] in fetched:
+                    state[name] = view
+
+        fetched = self.weight_state.dynamic_vram.fetched if self.weight_state.dynamic_vram else ()
+        handle = self.model.diffusion_model.register_state_dict_post_hook(restore)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def model_size(self) -> int:
         """Returns the bytes on the device, or those once loaded. Never 0, which means to ComfyUI that nothing is."""
@@ -201,10 +283,12 @@ class RankPatcher(Mapped):
 
     def _repatch(self, device: torch.device) -> int:
         """Merges these patches in place of those before, each into the file's weight. ComfyUI itself would unload the
-        model and load it again."""
+        model and load it again, and merges nothing into parameters of a module that has layers inside."""
         self.weight_state.on_move()
         with self.use_ejected(skip_and_inject_on_exit_only=True):
-            for key in sorted(self.backup.keys() | self.patches.keys()):
+            listed = self._load_list()
+            loaded = {key_param_name_to_key(name, parameter) for *_, name, _, params in listed for parameter in params}
+            for key in sorted(self.backup.keys() | self.patches.keys() & loaded):
                 if key in self.backup:
                     comfy.utils.set_attr_param(self.model, key, self.backup.pop(key).weight.to(device))
                 self.patch_weight_to_device(key, device_to=device)

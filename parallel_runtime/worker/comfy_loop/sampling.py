@@ -74,7 +74,7 @@ def run(model: ComfyModel, job: SamplingJob, progress: Progress) -> dict[str, An
     pipefusion, warmup_steps = model.stages and model.stages.pipefusion, model.parallelism.options.warmup_steps
     in_patches = with_pipefusion(pipefusion, patcher, job.sigmas, warmup_steps) if pipefusion else nullcontext()
     set_random_states(job.random_states, model.device)
-    with with_step_cache(model, patcher) as cache, in_patches:
+    with with_step_cache(model, patcher) as cache, in_patches, patcher.state_dict_of_file():
         samples = _sample(job, patchers, conds, on_step)
     skipped = cache.counts(shared=not job.batch_coupled) if cache else None
     return {"samples": samples, "last": last, "skipped": skipped, "random_states": random_states(model.device)}
