@@ -63,6 +63,8 @@ class AttentionKernel:
     def __post_init__(self) -> None:
         if self.function and self.masks:
             raise ValueError(f"{self.name}: a function that takes what flash_attn_func takes has no mask")
+        if "block" in self.benchmark and not self.log_sum_exp:
+            raise ValueError(f"{self.name}: a ring cannot merge blocks of a kernel that gives no log-sum-exp")
 
     @property
     def installed(self) -> bool:

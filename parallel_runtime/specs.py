@@ -178,8 +178,8 @@ class ModelSpec:
     as canonical JSON (nodes/describe/model.py), `index` selects one of several results. `weight_dtype` is ComfyUI's
     dtype of unquantised weights, `compute_dtype` that of computation, "" for its own choice. `dynamic_vram` tells
     whether the host has ComfyUI's dynamic VRAM, which does not round small layers to `weight_dtype`.
-    `patches_fingerprint` identifies the stack of weight patches (LoRA and the like) on it, "" for none; the patches
-    come with the job.
+    `patches_fingerprint` identifies the stack of weight patches (LoRA and the like) on it by ComfyUI's `patches_uuid`,
+    which is another one for each stack that a node makes; "" for none. The patches come with the job.
     `compilation` is None for a network that runs as it is.
     A VAE is one of the classes `kind` (autoencoders.py), whose weights and structure `weights_fingerprint` tells
     from all others.

@@ -1,9 +1,10 @@
 """Memory of each rank: weights + activations + buffers <= budget.
 
 MemoryModel.fits decides whether a plan fits, with two reserves. ACTIVATION_RESERVE_TENSORS is what a forward needs
-beside the weights, and a ControlNet once more; a network without a split plan counts as one without activations, as
-nothing tells its tokens. UNFILLED_SHARE of the budget stays empty where `auto` fills a device with blocks, and where
-blocks are shared out to the stages of a pipeline if all have so much: it is for what is not counted.
+beside the weights, and a ControlNet once more, also where a ring's all-gather, shares and stages are chosen; a network
+without a split plan counts as one without activations, as nothing tells its tokens. UNFILLED_SHARE of the budget stays
+empty where `auto` fills a device with blocks, and where blocks are shared out to the stages of a pipeline if all have
+so much: it is for what is not counted.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from .stage_blocks import cached_bytes_per_block, cached_key_value_bytes, outsid
 from .work_shares import in_proportion
 
 UNFILLED_SHARE = 0.08  # of the budget stays empty where as many blocks are placed on a device as fit
-# Activations at the peak of a transformer block, in tensors of [local tokens, width]: residuals, q, k, v, MLP. Up to 10
-# of these 20 are buffers of ring and Ulysses attention, where they are too large to be reused.
+# Activations at the peak of a transformer block, in tensors of [local tokens, width]: residuals, q, k, v, MLP. Up to
+# half of them are buffers of ring and Ulysses attention, where they are too large to be reused.
 ACTIVATION_RESERVE_TENSORS = 20
 # Such tensors that a step cache keeps: of two prompts the change by the first block, and by the others.
 CACHED_TENSORS = 6

@@ -60,9 +60,9 @@ def _nearest_fit(memory: MemoryModel) -> Sentence:
     work, network, degrees = memory.work, memory.work.network, memory.degrees
     if degrees.options.token_patches > 1 and _fits(replace(memory, degrees=degrees.with_options(token_patches=1))):
         return say("fits.exact")
-    blocks = tuple(size // 2 for size in network.blocks)
-    half = replace(network, weight_bytes=network.weight_bytes // 2, blocks=blocks)
-    if network.weight_bytes > 1.5 * network.weights and _fits(replace(memory, work=replace(work, network=half))):
+    if network.weight_bytes > 1.5 * network.weights and _fits(
+        replace(memory, work=replace(work, network=network.halved()))
+    ):
         return say("fits.fp8")
     for factor in (2, 4, 8):
         more = _times(degrees, factor)

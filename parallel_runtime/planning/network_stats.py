@@ -49,6 +49,15 @@ class NetworkStats:
         counts: dict[str, Any] = {"heads": 1, "layers": 0, "width": 0, "blocks": (), "loads": (), "row_levels": ()}
         return replace(self, name=name, divisible=False, step_cacheable=False, **counts)
 
+    def halved(self) -> NetworkStats:
+        """Returns this network with weights of half the size."""
+        return replace(
+            self,
+            weight_bytes=self.weight_bytes // 2,
+            blocks=tuple(size // 2 for size in self.blocks),
+            loads=tuple(Load(load.nbytes // 2, load.blocks) for load in self.loads),
+        )
+
     def work(
         self, sequences: int, tokens: int, *, prompts: int = 1, cached: bool = False, recorded: bool = False
     ) -> Work:

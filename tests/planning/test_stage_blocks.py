@@ -268,3 +268,17 @@ def test_each_rank_has_the_blocks_of_its_stage() -> None:
     degrees = Parallelism(pipeline_degree=2, ulysses_degree=2, stages=(28, 29))
     assert [blocks_of_rank(degrees, rank) for rank in range(4)] == [(1, 28), (1, 28), (29, 57), (29, 57)]
     assert blocks_of_rank(Parallelism(ulysses_degree=2), 1) is None
+
+
+@pytest.mark.parametrize(("device", "by_fp8"), [(5.0, True), (2.5, False)])
+def test_a_file_in_fp8_is_named_where_the_halves_of_all_blocks_would_fit(device: float, by_fp8: bool) -> None:
+    """A stage has half of the blocks, 5.8 GiB, and 1 GiB beside them."""
+    network = replace(FLUX, weights=6 * 10**9)
+    request = ParallelRequest.of({"pipeline_degree": 2})
+    capacity = Capacity(device_bytes=int(device * GIB), host_bytes=0)
+    inputs = PlanInputs(
+        request=request, network=network, gpus=2, guided=False, work=network.work(1, 1000), capacity=capacity
+    )
+    with pytest.raises(Refused, match="does not fit") as refused:
+        resolve(inputs)
+    assert ("fp8" in str(refused.value)) == by_fp8
