@@ -47,7 +47,11 @@ class Mapped(ModelPatcher):
             self.settle(module)
 
     def settle(self, module: torch.nn.Module) -> None:
-        """Gives the module's own weights, which are on their device, the dtype that they are computed from."""
+        """Gives the module's own weights and buffers, which are on their device, the dtype that they are computed
+        from."""
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = buffer.to(getattr(module, f"{name}_comfy_model_dtype", buffer.dtype))
         for name in _uncast(module):
             if not _casts_as_it_computes(module, name, in_any_case=self.keeps_file_dtype(module)):
                 _cast(module, name)

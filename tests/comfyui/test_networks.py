@@ -63,6 +63,15 @@ def test_on_the_loader_it_is_sampled_by_ksampler(
     assert apart(latent_of(server.client.run(graph)), native_network(name)) <= BARS["ring_3"]
 
 
+@pytest.mark.parametrize("name", ["sd35_medium", "stable_audio"])
+@pytest.mark.usefixtures("native_network")  # which writes the files
+def test_buffers_of_the_file_are_rounded_like_its_weights(server: Server, name: str) -> None:
+    native, got = (picture(name, parallel) for parallel in (None, DEGREES["1_worker"]))
+    for graph in native, got:
+        graph["model"]["inputs"]["weight_dtype"] = "fp8_e4m3fn"
+    assert torch.equal(*(latent_of(server.client.run(graph)) for graph in (native, got)))
+
+
 @pytest.mark.parametrize("loaded", [False, True], ids=["CPSampler", "KSampler"])
 def test_keys_of_a_prompt_are_those_of_the_weights_that_a_run_has(
     server: Server, native_network: Callable[[str], Tensor], loaded: bool
