@@ -20,7 +20,7 @@ from ..kernels.registry import FullAttention
 from ..split.streams import LocalTokens, Streams, chunk_sizes
 from .masks import Mask, MaskKind, gather_key_mask, memory_key, pair_mask, patch_mask
 from .merge import Merge
-from .ring import all_gather_blocks, rotate
+from .ring import exchange
 from .ulysses import (
     MAX_HEAD_CHUNKS,
     AllToAllLayout,
@@ -224,13 +224,9 @@ class ContextAttention:
     def _attend_ring(
         self, layout: AttentionLayout, scale: float | None, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None
     ) -> Tensor:
-        merge, key_counts = Merge(in_float32=self.parallelism.options.convert_to_fp32), layout.key_counts
-        backend = self._kernel(query, layout, None)
-        if self.parallelism.options.rotate_method == "allgather":
-            blocks = all_gather_blocks((key, value), key_counts, self.mesh.ring)
-        else:
-            blocks = rotate((key, value), key_counts, self.mesh.ring, self.streams)
-        for owners, (k, v) in blocks:
+        options, key_counts = self.parallelism.options, layout.key_counts
+        merge, backend = Merge(in_float32=options.convert_to_fp32), self._kernel(query, layout, None)
+        for owners, (k, v) in exchange((key, value), key_counts, self.mesh.ring, self.streams, options):
             if query.numel() == 0 or k.numel() == 0:
                 continue
             bias = None

@@ -14,6 +14,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from ...request import EngineOptions
 from ..comm.collectives import all_gather_others, allocate, allocate_scratch, ring_send_recv
 from ..comm.mesh import MeshDim
 from ..split.streams import SCRATCH_CACHE_BYTES, Streams
@@ -21,6 +22,15 @@ from ..split.streams import SCRATCH_CACHE_BYTES, Streams
 Block = tuple[Tensor, Tensor]
 Owners = tuple[int, ...]  # ring indices of the ranks that own a block's keys, in order
 Slot = tuple[int, Tensor, Block]  # a block during rotation: its owner, its message, and the message's keys and values
+
+
+def exchange(
+    block: Block, key_counts: Sequence[int], mesh_dim: MeshDim, streams: Streams, options: EngineOptions
+) -> Iterator[tuple[Owners, Block]]:
+    """Yields (owners' indices, keys and values) of all blocks of the ring, as these options say."""
+    if options.rotate_method == "allgather":
+        return all_gather_blocks(block, key_counts, mesh_dim)
+    return rotate(block, key_counts, mesh_dim, streams)
 
 
 def rotate(
