@@ -124,9 +124,9 @@ class Processes:
         return WorkerDied(cause.sentence(self.worker_name(cause.rank)), cause)
 
     def loss(self) -> WorkerDied:
-        """Returns the error of a dead group."""
+        """Returns the error of a dead group. Of several ranks that have hung up nothing is known before that."""
         hung_up = self._hung_up_ranks
-        if hung_up:
+        if len(hung_up) == 1:
             self._activity.rank_gone(self.worker_name(hung_up[0]), hung_up[0])
         return self.died(hung_up[0] if hung_up else 0)
 

@@ -122,6 +122,15 @@ def guided_by(rank: int, world: int, guides: list[dict[str, Any]] | None) -> tup
     return stats.divisible, stats.name
 
 
+def hooked(rank: int, world: int) -> list[bool]:
+    """Whether workers have a MODEL as with dynamic VRAM, by its prompts: without hooks, with a LoRA's, with those of a
+    ControlNet."""
+    control = SimpleNamespace(get_extra_hooks=lambda: [object()])
+    conds = ({}, {"hooks": object()}, {"control": control})
+    each = (_described("FLUX").guided_by({"positive": [{}], "negative": [cond]}) for cond in conds)
+    return [described.spec.dynamic_vram for described in each]
+
+
 def planned_with_boxes(rank: int, world: int) -> list[bool]:
     """Whether the images of a batch stay together in a plan without and with a GLIGEN model in a prompt, where CP Plan
     makes the inputs of the MODEL that has none."""
@@ -137,7 +146,8 @@ def planned_with_boxes(rank: int, world: int) -> list[bool]:
 
 def _described(name: str) -> Any:
     stats = network_stats.NetworkStats(name=name, heads=4, layers=2, width=64, weights=1, weight_bytes=4, item_bytes=4)
-    made = {"spec": None, "weight_patches": {}, "architecture": None, "batch_coupled": False}
+    spec = pack_module("parallel_runtime.specs").ModelSpec(loader=name, dynamic_vram=True)
+    made = {"spec": spec, "weight_patches": {}, "architecture": None, "batch_coupled": False}
     return node_module("describe.model").DescribedModel(network=torch.nn.Identity(), stats=stats, **made)
 
 

@@ -264,6 +264,10 @@ def test_guides_that_mask_each_query_leave_the_network_unsplit(alone: Group, gui
     assert alone.run(f"{CODE}guided_by", guides=guides) == [[split, name]]
 
 
+def test_prompts_with_hooks_are_sampled_as_without_dynamic_vram(alone: Group) -> None:
+    assert alone.run(f"{CODE}hooked") == [[True, False, False]]
+
+
 def test_a_plan_with_boxes_in_a_prompt_keeps_the_images_of_a_batch_together_as_the_run_does(alone: Group) -> None:
     assert alone.run(f"{CODE}planned_with_boxes") == [[False, True]]
 
