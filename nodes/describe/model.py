@@ -16,11 +16,11 @@ from types import CodeType
 from typing import Any
 
 import comfy.model_management
+import comfy.sampler_helpers
 import comfy.samplers
 import torch
 from comfy.controlnet import ControlLora
 from comfy.model_patcher import ModelPatcher
-from comfy.sampler_helpers import cond_has_hooks
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -82,8 +82,7 @@ class DescribedModel:
         """Returns this MODEL under these conditions. LTX-2's guides whose strength is not 1 give each query a mask of
         its own, by its place in the whole sequence: the network stays undivided. Where conditions have hooks, ComfyUI
         samples with a copy of the MODEL that has no dynamic VRAM."""
-        hooked = any(cond_has_hooks([(None, cond) for cond in prompt]) for prompt in conds.values())
-        if self.spec.dynamic_vram and hooked:
+        if self.spec.dynamic_vram and any(map(_has_hooks, conds.values())):
             return replace(self, spec=replace(self.spec, dynamic_vram=False)).guided_by(conds)
         guides = [guide for prompt in conds.values() for cond in prompt for guide in cond.get(GUIDES) or ()]
         masked = any(guide["strength"] != 1 or guide.get("pixel_mask") is not None for guide in guides)
@@ -156,6 +155,11 @@ class DescribedModel:
         if not isinstance(self.architecture, RowArchitecture):
             return work
         return replace(work, row_ranks=self.architecture.row_ranks(self.network, latent_shape))
+
+
+def _has_hooks(prompt: list[dict[str, Any]]) -> bool:
+    has_hooks = getattr(comfy.sampler_helpers, "cond_has_hooks", None)  # since ComfyUI 0.16
+    return has_hooks is not None and has_hooks([(None, cond) for cond in prompt])
 
 
 def describe_model(model: ModelPatcher, request: ParallelRequest) -> DescribedModel:
