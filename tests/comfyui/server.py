@@ -23,7 +23,7 @@ from .processes import MARK, Process, die_with_parent, marked_processes, wait_un
 
 FLAGS = (
     *(("--cpu",) if DEVICE == "cpu" else ()),
-    "--force-fp32",
+    *(() if os.environ.get("CP_TEST_OWN_DTYPE") else ("--force-fp32",)),  # ComfyUI chooses half precision on a GPU
     "--use-pytorch-cross-attention",
     "--disable-auto-launch",
     "--disable-api-nodes",

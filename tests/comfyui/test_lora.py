@@ -51,6 +51,26 @@ def test_two_loras_add_up(server: Server, first: float, second: float) -> None:
     check(server, FLUX, [(names[0], first), (names[1], second)])
 
 
+@pytest.mark.sweep(one_in=6)
+@pytest.mark.parametrize("strengths", [[], [0.9]], ids=["no LoRA", "LoRA"])
+@pytest.mark.parametrize("weight_dtype", ["default", "fp8_e4m3fn", "fp8_e4m3fn_fast"])
+@pytest.mark.parametrize("family", ["flux_dev", "wan_t2v"])
+def test_one_worker_gives_the_bits_of_ksamplers_second_run(
+    server: Server, family: str, weight_dtype: str, strengths: list[float]
+) -> None:
+    """In ComfyUI's own dtype where CP_TEST_OWN_DTYPE is set. With dynamic VRAM the first run after loading computes its
+    first evaluation with merged weights that are not rounded yet."""
+    name = write(server, f"{family}_8", lora(server, family, 8))
+
+    def sampled(sampler: Any, parallel: Parallel | None = None) -> Tensor:
+        graph = sampling_graph(Job(family=family, cfg=2.0), sampler, parallel)
+        graph["model"]["inputs"]["weight_dtype"] = weight_dtype
+        return latent_of(server.client.run(with_loras(graph, [(name, each) for each in strengths])))
+
+    _, second = (sampled("KSampler") for _ in range(2))
+    assert torch.equal(sampled("CPSampler", replace(DEGREES["1_worker"], dtype="auto")), second)
+
+
 def test_strengths_there_and_back_give_the_first_bits(server: Server) -> None:
     first, second = (write(server, f"flux_dev_{rank}", lora(server, "flux_dev", rank)) for rank in (4, 8))
     stacks: list[Stack] = [[(first, 1.0)], [], [(first, 1.0), (second, -0.5)], [(first, 0.3)], [(second, 1.0)]]
