@@ -9,9 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from ..zoo.checkpoints import write
 from .pack import pack_module
+from .write_formats import written
 
 import comfy.memory_management  # isort: skip  # the pack's module has made ComfyUI importable
 import comfy.model_management  # isort: skip
@@ -25,15 +27,18 @@ comfy_model, additional, patcher = (
     for name in ("comfy_model", "additional_models", "patcher")
 )
 mapped, specs = pack_module("parallel_runtime.loading.mapped"), pack_module("parallel_runtime.specs")
+aligned = comfy.memory_management.vram_aligned_size
 ROUNDED, CPU = "float8_e4m3fn", torch.device("cpu")
 
 
-def loaded(folder: str, *, dynamic_vram: bool) -> Any:
-    """A MODEL of this rank whose file is rounded as it is loaded."""
-    path = write(Path(folder), "flux_schnell")
-    options = {"dtype": {"torch.dtype": ROUNDED}}
+def loaded(folder: str, *, dynamic_vram: bool, quantised: str = "") -> Any:
+    """A MODEL of this rank whose file is rounded as it is loaded, or `quantised` in this format."""
+    path, dtype = write(Path(folder), "flux_schnell"), "bfloat16" if quantised else ROUNDED
+    if quantised:
+        save_file(written(load_file(path), quantised)[0], path)
+    options = {"dtype": {"torch.dtype": dtype}}
     spec = specs.ModelSpec(
-        loader="comfy.sd:load_diffusion_model", arguments=json.dumps([str(path), options]), weight_dtype=ROUNDED,
+        loader="comfy.sd:load_diffusion_model", arguments=json.dumps([str(path), options]), weight_dtype=dtype,
         dynamic_vram=dynamic_vram,
     )  # fmt: skip
     model = comfy_model.load(additional.AdditionalModels(), spec, CPU, lambda done: None, None)
@@ -73,10 +78,10 @@ def fp8_products(rank: int, world: int, dynamic_vram: bool) -> dict[str, bool]:
     return exact
 
 
-def merged(rank: int, world: int, folder: str, dynamic_vram: bool) -> dict[str, list[bool]]:
+def merged(rank: int, world: int, folder: str, dynamic_vram: bool, quantised: str = "") -> dict[str, list[bool]]:
     """Of LoRAs on a large layer, one after the other: is it what ComfyUI's dynamic VRAM makes of it as it fetches it;
     and does the network's state dict have it as in the file, from which ComfyUI makes a Control-LoRA?"""
-    model = loaded(folder, dynamic_vram=dynamic_vram)
+    model = loaded(folder, dynamic_vram=dynamic_vram, quantised=quantised)
     model.set_model_compute_dtype(torch.bfloat16)
     layer = "diffusion_model.double_blocks.0.img_mlp.0"
     view = model.file_views[f"{layer}.weight"]
@@ -93,8 +98,10 @@ def merged(rank: int, world: int, folder: str, dynamic_vram: bool) -> dict[str, 
         model.patches_uuid = uuid.uuid4()
         model.partially_load(CPU)
         module = model.model.get_submodule(layer)
-        weight, bias = as_fetched(model, layer)
-        each["as fetched"].append(torch.equal(module.weight, weight) and torch.equal(module.bias, bias))
+        ours, theirs = (
+            [*inner(weight), bias] for weight, bias in ((module.weight, module.bias), as_fetched(model, layer))
+        )
+        each["as fetched"].append(all(map(torch.equal, ours, theirs)))
         with model.state_dict_of_file():
             state = model.model.diffusion_model.state_dict()
         each["as in the file"].append(state[f"{layer.partition('.')[2]}.weight"].data_ptr() == view.data_ptr())
@@ -103,11 +110,13 @@ def merged(rank: int, world: int, folder: str, dynamic_vram: bool) -> dict[str, 
 
 def as_fetched(model: Any, layer: str) -> list[torch.Tensor]:
     """The weight and bias that ComfyUI's dynamic VRAM keeps after it has fetched this layer for the first time."""
-    kept = [model.file_views[f"{layer}.{name}"].to(getattr(torch, ROUNDED)) for name in ("weight", "bias")]
-    sizes = [comfy.memory_management.vram_aligned_size(tensor) for tensor in kept]
+    views = [model.file_views[f"{layer}.{name}"] for name in ("weight", "bias")]
+    plain = [type(view) is torch.Tensor for view in views]
+    dtype = getattr(torch, ROUNDED) if all(plain) else torch.bfloat16
+    kept = [view.to(dtype) if is_plain else view for view, is_plain in zip(views, plain, strict=True)]
     fetched = torch.cat([
-        torch.nn.functional.pad(tensor.view(torch.uint8).flatten(), (0, size - tensor.nbytes))
-        for tensor, size in zip(kept, sizes, strict=True)
+        torch.nn.functional.pad(part.flatten().view(torch.uint8), (0, aligned(part) - part.nbytes))
+        for part in (part for tensor in kept for part in inner(tensor))
     ])  # fmt: skip
     module = SimpleNamespace(weight=kept[0], bias=kept[1], seed_key=layer)
     for name in ("weight", "bias"):
@@ -120,6 +129,13 @@ def as_fetched(model: Any, layer: str) -> list[torch.Tensor]:
     half = torch.bfloat16
     comfy.ops.resolve_cast_module_with_vbar(module, half, CPU, half, None, want_requant=False)
     return [module._v_weight, module._v_bias]
+
+
+def inner(tensor: Any) -> list[torch.Tensor]:
+    """The tensors that a quantised one consists of; a plain one itself."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
 
 
 def at_once(rank: int, world: int, path: str) -> dict[str, Any]:

@@ -371,10 +371,13 @@ def test_small_layers_are_rounded_unless_the_host_has_dynamic_vram(
     assert set(dtypes["merged"]) == {small, "torch.float8_e4m3fn"}
 
 
+@pytest.mark.parametrize("quantised", ["", "comfy_fp8", "int8", "nvfp4", "mxfp8"])
 @pytest.mark.parametrize("dynamic_vram", [False, True])
-def test_a_lora_is_merged_as_the_hosts_comfyui_merges_it(alone: Group, tmp_path: Path, dynamic_vram: bool) -> None:
-    (merged,) = alone.run(f"{LOADING}merged", folder=str(tmp_path), dynamic_vram=dynamic_vram)
-    assert merged == {"as fetched": [dynamic_vram] * 2, "as in the file": [dynamic_vram] * 2}
+def test_a_lora_is_merged_as_the_hosts_comfyui_merges_it(
+    alone: Group, tmp_path: Path, dynamic_vram: bool, quantised: str
+) -> None:
+    (merged,) = alone.run(f"{LOADING}merged", folder=str(tmp_path), dynamic_vram=dynamic_vram, quantised=quantised)
+    assert merged == {"as fetched": [dynamic_vram] * 2, "as in the file": [dynamic_vram and not quantised] * 2}
 
 
 @pytest.mark.parametrize("dynamic_vram", [False, True])
