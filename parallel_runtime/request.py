@@ -68,8 +68,8 @@ class EngineOptions:
     # fmt: off
     rotate_method: RotateMethod = widget(
         3, "alltoall",
-        "How a ring moves keys and values: alltoall passes blocks on while computing, allgather collects them all "
-        "first (more memory). auto = allgather if there is memory and the link is fast, else alltoall.",
+        "How a ring moves keys and values: alltoall passes blocks on while computing, allgather collects all others "
+        "at once (more memory). auto = allgather if there is memory and the link is fast, else alltoall.",
         options=("alltoall", "allgather", "auto"),  # tokens: auto's choice, for networks that are split by rows
     )
     convert_to_fp32: bool = widget(4, True, "Merge the ring's partial results in float32.")
