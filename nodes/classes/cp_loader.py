@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import comfy.sd
 import folder_paths
 from comfy_api.latest import io
-from nodes import NODE_CLASS_MAPPINGS  # type: ignore[attr-defined]  # ComfyUI's module, not our package
+from nodes import NODE_CLASS_MAPPINGS, UNETLoader  # type: ignore[attr-defined]  # ComfyUI's module, not our package
 from safetensors import SafetensorError, safe_open
 
 from ...parallel_runtime.errors import Refused
@@ -37,6 +34,10 @@ class CPLoadDiffusionModel(io.ComfyNode):
                     tooltip="A file in ComfyUI's folder diffusion_models; also .gguf files, if ComfyUI-GGUF is "
                     "installed.",
                 ),
+                io.Combo.Input(
+                    "weight_dtype", options=UNETLoader.INPUT_TYPES()["required"]["weight_dtype"][0], optional=True,
+                    advanced=True, tooltip="As in Load Diffusion Model. A .gguf file has its own.",
+                ),
                 CPConfig.Input(
                     "cp_config", optional=True, tooltip="For other samplers; a CP sampler uses its own cp_config."
                 ),
@@ -46,27 +47,29 @@ class CPLoadDiffusionModel(io.ComfyNode):
 
     @classmethod
     @announce_refusals()
-    def execute(cls, unet_name: str, cp_config: ParallelRequest | None = None) -> io.NodeOutput:
-        return io.NodeOutput(load_without_weights(unet_name, request_from(cp_config)))
+    def execute(
+        cls, unet_name: str, weight_dtype: str = "default", cp_config: ParallelRequest | None = None
+    ) -> io.NodeOutput:
+        return io.NodeOutput(load_without_weights(unet_name, weight_dtype, request_from(cp_config)))
 
 
-def load_without_weights(name: str, request: ParallelRequest) -> RemoteModelPatcher:
-    """Returns ComfyUI's MODEL of a file. Its weights are views of the mapped file, and are never read."""
-    init: tuple[Any, ...]
+def load_without_weights(name: str, weight_dtype: str, request: ParallelRequest) -> RemoteModelPatcher:
+    """Returns ComfyUI's MODEL of a file, as Load Diffusion Model loads it. Its weights are views of the mapped file,
+    which are never read."""
     if name.endswith(".gguf"):
+        if weight_dtype != "default":
+            raise Refused("file.gguf.dtype", "weight_dtype", {"weight_dtype": "default"}, dtype=weight_dtype)
         path = folder_paths.get_full_path_or_raise("unet_gguf", name)
-        init = (gguf.load, (Mapped, gguf.pack_folder(NODE_CLASS_MAPPINGS[gguf.NODE]), path))
-        patcher = gguf.load(*init[1])
-    else:
-        path = folder_paths.get_full_path_or_raise("diffusion_models", name)
-        init = (comfy.sd.load_diffusion_model, (path, {}))
-        check_file(path)
-        try:
-            patcher = load_mapped(Mapped, *init, None)
-        except RuntimeError as error:  # ComfyUI's loader raises it for a file that it cannot use
-            text = " ".join(str(error).split())
-            raise Refused("file.unloadable", path=path, reason=text) from None
-    patcher.cached_patcher_init = init
+        arguments = (Mapped, gguf.pack_folder(NODE_CLASS_MAPPINGS[gguf.NODE]), path)
+        patcher = gguf.load(*arguments)
+        patcher.cached_patcher_init = (gguf.load, arguments)
+        return without_weights(patcher, request)
+    path = folder_paths.get_full_path_or_raise("diffusion_models", name)
+    check_file(path)
+    try:
+        patcher = load_mapped(Mapped, UNETLoader().load_unet, (name, weight_dtype), 0)
+    except RuntimeError as error:  # ComfyUI's loader raises it for a file that it cannot use
+        raise Refused("file.unloadable", path=path, reason=" ".join(str(error).split())) from None
     return without_weights(patcher, request)
 
 

@@ -42,7 +42,6 @@ def _device(name: str, gpus: int, kind: str) -> str:
         raise Refused("devices.unknown", widget="devices", device=quoted(name), kind=kind)
     if int(index) >= gpus:
         known = say("gpus.known", last=gpus - 1) if gpus else say("gpus.none", kind=kind.upper())
-        raise Refused(
-            "devices.missing", "devices", index=index, known=known, out=why_one_gpu(gpus) or say("devices.empty")
-        )
+        out = why_one_gpu(gpus) or say("devices.empty" if gpus else "devices.trial")
+        raise Refused("devices.missing", "devices", index=index, known=known, out=out)
     return f"{kind}:{int(index)}"

@@ -131,6 +131,16 @@ def hooked(rank: int, world: int) -> list[bool]:
     return [described.spec.dynamic_vram for described in each]
 
 
+def gguf_with_a_dtype(rank: int, world: int) -> str:
+    """Why CP Load Diffusion Model does not load a .gguf file with this weight_dtype."""
+    loader = node_module("classes.cp_loader")
+    try:
+        loader.load_without_weights("any.gguf", "fp8_e5m2", pack_module("parallel_runtime.request").ParallelRequest())
+    except errors.Refused as refused:
+        return str(refused)
+    return ""
+
+
 def planned_with_boxes(rank: int, world: int) -> list[bool]:
     """Whether the images of a batch stay together in a plan without and with a GLIGEN model in a prompt, where CP Plan
     makes the inputs of the MODEL that has none."""

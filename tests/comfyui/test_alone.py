@@ -268,6 +268,11 @@ def test_prompts_with_hooks_are_sampled_as_without_dynamic_vram(alone: Group) ->
     assert alone.run(f"{CODE}hooked") == [[True, False, False]]
 
 
+def test_a_gguf_file_takes_no_weight_dtype(alone: Group) -> None:
+    (refused,) = alone.run(f"{CODE}gguf_with_a_dtype")
+    assert "weight_dtype fp8_e5m2: a .gguf file has a format of its own; choose default" in refused
+
+
 def test_a_plan_with_boxes_in_a_prompt_keeps_the_images_of_a_batch_together_as_the_run_does(alone: Group) -> None:
     assert alone.run(f"{CODE}planned_with_boxes") == [[False, True]]
 

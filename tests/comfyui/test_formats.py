@@ -83,6 +83,16 @@ def test_the_loaders_weight_dtype_counts(
     check(got, native(name, weight_dtype, False), name, "ring_2")
 
 
+@pytest.mark.parametrize("sampler", ["CPSampler", "KSampler"])
+def test_cp_load_diffusion_model_has_a_weight_dtype_too(
+    server: Server, native: Callable[..., Tensor], sampler: str
+) -> None:
+    graph = picture("bf16", "default", True, DEGREES["ring_2"] if sampler == "CPSampler" else None)
+    graph = on_the_loader(graph, JOB, DEGREES["ring_2"])
+    graph["model"]["inputs"] |= {"unet_name": file_of("bf16"), "weight_dtype": "fp8_e5m2"}
+    check(latent_of(server.client.run(graph)), native("bf16", "fp8_e5m2", True), "bf16", "ring_2")
+
+
 @pytest.mark.sweep(one_in=11)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_checkpoint_of_any_format_too(server_of_files: Server, name: str) -> None:

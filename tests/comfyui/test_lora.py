@@ -18,6 +18,7 @@ from .client import Graph, NodeError
 from .graphs import Job, Parallel, lora_node, sampling_graph, with_loras
 from .latents import apart, latent_of
 from .server import Server
+from .test_kin import node
 
 BAR = 1e-4  # of the latent's standard deviation, float32
 RING_2 = DEGREES["ring_2"]
@@ -205,6 +206,30 @@ def test_a_merged_model_gives_ksamplers_latent(server: Server, node: str, widget
     print(f"APART {node} {apart(got, want):.1e}")
     assert apart(got, want) <= BAR
     assert apart(got, sample(server, FLUX, [])) > 0.05
+
+
+@pytest.mark.parametrize("degrees", ["ring_2", "ulysses_2"])
+def test_a_hook_on_every_weight_is_there_in_every_step(server: Server, degrees: str) -> None:
+    """ComfyUI takes an empty set of unhooked weights for all of them; the model sampling has buffers in it."""
+
+    def sampled(sampler: Any, parallel: Parallel | None = None) -> Tensor:
+        graph = sampling_graph(FLUX, sampler, parallel)
+        graph["hook"] = node(
+            "CreateHookModelAsLoraModelOnly", ckpt_name="flux_dev_full.safetensors", strength_model=0.5
+        )
+        graph["hooked"] = node(
+            "ConditioningSetProperties",
+            cond_NEW=["positive", 0],
+            strength=1.0,
+            set_cond_area="default",
+            hooks=["hook", 0],
+        )
+        graph["sampler"]["inputs"]["positive"] = ["hooked", 0]
+        return latent_of(server.client.run(graph))
+
+    want, got = sampled("KSampler"), sampled("CPSampler", DEGREES[degrees])
+    assert apart(got, want) <= BAR
+    assert apart(got, sample(server, FLUX, [])) > 0.02
 
 
 def test_a_lora_that_makes_a_weight_larger_makes_it_larger_in_the_workers(server: Server) -> None:

@@ -14,17 +14,19 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from parallel_runtime.specs import BLOCK_BUFFERS
+
 from ..zoo import checkpoints
 from .cases import DEGREES, FOUR
 from .client import Graph, Interrupted, NodeError
 from .comfy import ComfyInstall
 from .conftest import VARIED
 from .graphs import Job, Parallel, longer, sampling_graph, with_loras
-from .latents import latent_of
+from .latents import apart, latent_of
 from .server import Server, running_server
 from .test_compile import compiled
 from .test_foreign import hooked
-from .test_kin import on_the_loader
+from .test_kin import node, on_the_loader
 from .test_model_patches import Node, with_nodes
 from .test_step_cache import JOBS, THRESHOLDS
 from .test_wan_pair import pair, wan_pair  # noqa: F401 - a fixture
@@ -101,6 +103,35 @@ def test_weights_of_any_format_travel_as_bytes(
     parallel = replace(CUTS["ring_2"], weights=mode)
     got = latent_of(server.client.run(picture("flux_dev", name, 0.8, parallel)))
     assert torch.equal(got, replicated("flux_dev", name, 0.8, "ring_2"))
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize("mode", MODES)
+def test_a_hook_on_a_parameter_that_a_lora_leaves_out(server: Server, mode: str) -> None:
+    """A block's modulation: a hook changes it, a LoRA on MODEL does not."""
+    dice, folder, key = torch.Generator().manual_seed(9), server.base / "models" / "loras", "blocks.2.modulation"
+    shape = checkpoints.tensors("wan_t2v", layers=BLOCK_BUFFERS + 1)[0][key].shape
+    for name in ("plain", "hooked"):
+        change = torch.randn(shape, generator=dice)
+        save_file({f"diffusion_model.{key}.diff": change}, folder / f"modulation_{name}.safetensors")
+
+    def sampled(parallel: Parallel | None) -> Tensor:
+        graph = sampling_graph(Job(family="wan_t2v", cfg=2.0), "CPSampler" if parallel else "KSampler", parallel)
+        graph["model"]["inputs"]["unet_name"] = "wan_t2v_bf16.safetensors"
+        graph["hook"] = node("CreateHookLoraModelOnly", lora_name="modulation_hooked.safetensors", strength_model=-0.5)
+        graph["hooked"] = node(
+            "ConditioningSetProperties",
+            cond_NEW=["positive", 0],
+            strength=1.0,
+            set_cond_area="default",
+            hooks=["hook", 0],
+        )
+        graph["sampler"]["inputs"]["positive"] = ["hooked", 0]
+        return latent_of(server.client.run(with_loras(graph, [("modulation_plain.safetensors", 1.0)])))
+
+    native = sampled(None)
+    assert apart(sampled(in_two("replicate")), native) <= 1e-5
+    assert apart(sampled(in_two(mode)), native) <= 1e-5
 
 
 def kept_weights(server: Server) -> list[tuple[float, float]]:

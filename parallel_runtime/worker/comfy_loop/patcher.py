@@ -101,13 +101,16 @@ class RankPatcher(Mapped):
         return computes_in_another and dynamic_vram is not None and module in dynamic_vram.small
 
     def patch_weight_to_device(self, key: str, device_to: torch.device | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Merges patches as the host's ComfyUI would, which merges some in another way where it has dynamic VRAM."""
-        dynamic_vram = self.weight_state.dynamic_vram if key in self.patches else None
-        if dynamic_vram is not None:
+        """Merges patches as the host's ComfyUI does: some in another way where it has dynamic VRAM, and none into a
+        parameter of a module that has layers inside, or with dynamic VRAM of what is no layer."""
+        if key in self.patches:
             module, name = self._owner(key)
-            if not hasattr(module, "comfy_cast_weights"):
+            dynamic_vram = self.weight_state.dynamic_vram
+            has_layers = any("." in parameter for parameter, _ in module.named_parameters())
+            if has_layers or (dynamic_vram is not None and not hasattr(module, "comfy_cast_weights")):
                 return None
-            if module in dynamic_vram.fetched and name in ("weight", "bias") and not self._is_resized(key):
+            is_fetched = dynamic_vram is not None and module in dynamic_vram.fetched
+            if is_fetched and name in ("weight", "bias") and not self._is_resized(key):
                 return self._merge_as_fetched(key, device_to)
         return super().patch_weight_to_device(key, device_to, *args, **kwargs)
 
@@ -283,12 +286,10 @@ class RankPatcher(Mapped):
 
     def _repatch(self, device: torch.device) -> int:
         """Merges these patches in place of those before, each into the file's weight. ComfyUI itself would unload the
-        model and load it again, and merges nothing into parameters of a module that has layers inside."""
+        model and load it again."""
         self.weight_state.on_move()
         with self.use_ejected(skip_and_inject_on_exit_only=True):
-            listed = self._load_list()
-            loaded = {key_param_name_to_key(name, parameter) for *_, name, _, params in listed for parameter in params}
-            for key in sorted(self.backup.keys() | self.patches.keys() & loaded):
+            for key in sorted(self.backup.keys() | self.patches.keys()):
                 if key in self.backup:
                     comfy.utils.set_attr_param(self.model, key, self.backup.pop(key).weight.to(device))
                 self.patch_weight_to_device(key, device_to=device)

@@ -110,7 +110,7 @@ def rebuild_sampling(sampling: dict[str, Any]) -> torch.nn.Module:
     for name, value in sampling["attributes"].items():
         setattr(module, name, value.clone() if isinstance(value, torch.Tensor) else value)
     for name, buffer in sampling["buffers"].items():
-        module.register_buffer(name, buffer.clone(), persistent=False)
+        module.register_buffer(name, buffer.clone())
     return module
 
 
