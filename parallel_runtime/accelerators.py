@@ -92,7 +92,7 @@ CUDA = Accelerator(
 XPU = Accelerator(kind="xpu", collectives="xccl", environment={"CCL_KVS_IFACE": "{interface}"})
 NPU = Accelerator(kind="npu", collectives="hccl", environment={"HCCL_SOCKET_IFNAME": "={interface}"})
 ACCELERATORS = {each.kind: each for each in (CUDA, XPU, NPU)}
-KERNELS = {  # the likely fastest first
+KERNELS = {  # of those that auto benchmarks the likely fastest first
     each.name: each
     for each in (
         AttentionKernel(

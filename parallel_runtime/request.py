@@ -25,8 +25,8 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, kw_only=True)
 class Widget:
-    """One input of the node. Saved workflows list values in the order of `place`: a new widget gets the next number of
-    both classes. Of `limits` the `min` and `max` are checked; `step` and `round` are for the page."""
+    """One input of the node. Saved workflows list values in the order of `place`: a new widget gets the number after
+    the highest of both classes. Of `limits` the `min` and `max` are checked; `step` and `round` are for the page."""
 
     name: str
     field: str  # of ParallelRequest, or of EngineOptions

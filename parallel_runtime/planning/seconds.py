@@ -74,7 +74,7 @@ def _row_exchange_seconds(work: Work, degrees: Parallelism, profile: DeviceProfi
     """Returns the seconds of all messages of a rank: of norms with the edges of rows, and of attentions over the pixels
     of a level."""
     ring, ulysses, network = degrees.ring_degree, degrees.ulysses_degree, work.network
-    hops = ring - 1 if degrees.options.rotate_method == "alltoall" else 1
+    hops = 1 if degrees.options.rotate_method in ("allgather", "tokens") else ring - 1
     each = (hops if ring > 1 else 0) + (2 if ulysses > 1 else 0)
     messages = sum(level.messages + level.attentions * each for level in network.row_levels)
     return messages * MESSAGE + network.layers * attention_bytes(work, degrees) / profile.bytes_per_second

@@ -27,7 +27,8 @@ Slot = tuple[int, Tensor, Block]  # a block during rotation: its owner, its mess
 def exchange(
     block: Block, key_counts: Sequence[int], mesh_dim: MeshDim, streams: Streams, options: EngineOptions
 ) -> Iterator[tuple[Owners, Block]]:
-    """Yields (owners' indices, keys and values) of all blocks of the ring, as these options say."""
+    """Yields (owners' indices, keys and values) of the rank's own block, from its original memory, then of the others,
+    which are sent as these options say."""
     if options.rotate_method == "allgather":
         return all_gather_blocks(block, key_counts, mesh_dim)
     return rotate(block, key_counts, mesh_dim, streams)
