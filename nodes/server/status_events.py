@@ -53,7 +53,8 @@ def help_page(now: Status) -> str:
         return "machines-do-not-meet" if now.placement and now.placement.nnodes > 1 else "workers-do-not-start"
     if now.state != "died" or now.loss is None:
         return ""
-    return {"out_of_memory": "out-of-gpu-memory", "silent": "worker-is-silent"}.get(now.loss.kind, "worker-was-killed")
+    pages = {"out_of_memory": "out-of-gpu-memory", "silent": "worker-is-silent", "raised": "worker-failed"}
+    return pages.get(now.loss.kind, "worker-was-killed")
 
 
 def full_status_json() -> dict[str, Any]:

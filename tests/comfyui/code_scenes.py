@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..zoo import tiny
+from .comfy import OUR_ROOT
 from .pack import node_module, pack_module
 
 import comfy.clip_vision  # isort: skip  # the pack's module has made ComfyUI importable
@@ -129,6 +130,15 @@ def hooked(rank: int, world: int) -> list[bool]:
     conds = ({}, {"hooks": object()}, {"control": control})
     each = (_described("FLUX").guided_by({"positive": [{}], "negative": [cond]}) for cond in conds)
     return [described.spec.dynamic_vram for described in each]
+
+
+def help_pages(rank: int, world: int) -> dict[str, bool]:
+    """The page of the troubleshooting for each kind of loss, and whether there is one of this name."""
+    status_of, events = pack_module("parallel_runtime.group.group_status"), node_module("server.status_events")
+    kinds = ("killed", "exited", "torchrun", "gone", "silent", "raised", "out_of_memory")
+    losses = (status_of.Loss(rank=0, kind=kind) for kind in kinds)
+    pages = [events.help_page(status_of.Status(state="died", loss=loss)) for loss in losses]
+    return {page: (OUR_ROOT / "docs" / "troubleshooting" / f"{page}.md").is_file() for page in pages}
 
 
 def gguf_with_a_dtype(rank: int, world: int) -> str:

@@ -268,6 +268,13 @@ def test_prompts_with_hooks_are_sampled_as_without_dynamic_vram(alone: Group) ->
     assert alone.run(f"{CODE}hooked") == [[True, False, False]]
 
 
+def test_a_worker_that_raised_an_error_has_another_help_page_than_one_that_was_killed(alone: Group) -> None:
+    (pages,) = alone.run(f"{CODE}help_pages")
+    assert pages == {
+        page: True for page in ("worker-was-killed", "worker-is-silent", "worker-failed", "out-of-gpu-memory")
+    }
+
+
 def test_a_gguf_file_takes_no_weight_dtype(alone: Group) -> None:
     (refused,) = alone.run(f"{CODE}gguf_with_a_dtype")
     assert "weight_dtype fp8_e5m2: a .gguf file has a format of its own; choose default" in refused
