@@ -92,16 +92,31 @@ def kill(server: Server, dice: random.Random) -> None:
     death = dice.choice(DEATHS)
     another_group_ends = len(server.workers()) == 1
     with long_run(server, dice, PAIRS) as (prompt, since):
-        if death is signal.SIGSTOP or another_group_ends or dice.random() < 0.8:
+        if stepped := death is signal.SIGSTOP or another_group_ends or dice.random() < 0.8:
             server.client.wait_for_step(1, since=since, timeout=STARTED_WITHIN)
         time.sleep(dice.uniform(0, 1.0))
         while not (victims := [child for child in server.children() if "parallel_runtime.worker" in child.command]):
             time.sleep(0.02)
         victim, at = dice.choice(victims), time.monotonic()
         os.kill(victim.pid, signal.SIGKILL if victim.rank is None else death)
+        if not stepped and replaced(server, prompt, {victim.pid for victim in victims}):
+            server.client.interrupt(prompt)  # they were idle still: the run goes on with other workers
+            with suppress(Interrupted):
+                server.client.finish(prompt, since=since, timeout=60)
+            return
         error = failure_of(server, prompt, since)
         within(at, STALLED_WITHIN if death is signal.SIGSTOP else DEAD_WITHIN)
         assert any(part in error for part in NAMED.split("|")), f"{death.name}: {error}"
+
+
+def replaced(server: Server, prompt: str, pids: set[int]) -> bool:
+    """Waits until the run has ended, or until other workers than these are there."""
+    while any(item[1] == prompt for item in server.client.pending()[0]):
+        workers = {worker.pid for worker in server.workers().values()}
+        if workers and not workers & pids:
+            return True
+        time.sleep(0.05)
+    return False
 
 
 def kill_idle(server: Server, dice: random.Random) -> None:
