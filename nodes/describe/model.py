@@ -82,11 +82,11 @@ class DescribedModel:
         """Returns this MODEL under these conditions. LTX-2's guides whose strength is not 1 give each query a mask of
         its own, by its place in the whole sequence: the network stays undivided. Where conditions have hooks, ComfyUI
         samples with a copy of the MODEL that has no dynamic VRAM."""
-        if self.spec.dynamic_vram and any(map(_has_hooks, conds.values())):
-            return replace(self, spec=replace(self.spec, dynamic_vram=False)).guided_by(conds)
+        dynamic_vram = self.spec.dynamic_vram and not any(map(_has_hooks, conds.values()))
+        described = replace(self, spec=replace(self.spec, dynamic_vram=dynamic_vram))
         guides = [guide for prompt in conds.values() for cond in prompt for guide in cond.get(GUIDES) or ()]
         masked = any(guide["strength"] != 1 or guide.get("pixel_mask") is not None for guide in guides)
-        return self.undivided("guides whose strength is not 1") if masked else self
+        return described.undivided("guides whose strength is not 1") if masked else described
 
     def with_models_of(self, conds: Conds) -> DescribedModel:
         """Returns this MODEL in a run with the ControlNets and GLIGEN models of these conditions, which are replicated

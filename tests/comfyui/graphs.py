@@ -115,6 +115,15 @@ def with_loras(graph: Graph, stack: Sequence[tuple[str, float]]) -> Graph:
     return graph
 
 
+def with_hooks(graph: Graph, hooks: Link) -> Graph:
+    """The positive prompt has these hooks."""
+    graph["hooked"] = _node(
+        "ConditioningSetProperties", cond_NEW=["positive", 0], strength=1.0, set_cond_area="default", hooks=hooks
+    )
+    graph["sampler"]["inputs"]["positive"] = ["hooked", 0]
+    return graph
+
+
 def lora_node(model: list[Any], name: str, strength: float) -> dict[str, Any]:
     return _node("LoraLoaderModelOnly", model=model, lora_name=name, strength_model=strength)
 

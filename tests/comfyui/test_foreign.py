@@ -13,7 +13,7 @@ import pytest
 
 from .cases import DEGREES
 from .client import Graph, NodeError
-from .graphs import Job, Parallel, sampling_graph, with_attention_patch, with_control_net
+from .graphs import Job, Parallel, sampling_graph, with_attention_patch, with_control_net, with_hooks
 from .latents import apart, latent_of
 from .server import Server
 from .test_kin import ALGORITHMS, GUIDERS, custom, link, node
@@ -81,12 +81,7 @@ def hooked(parallel: Parallel | None) -> Graph:
         start_percent=0.0, end_percent=1.0, keyframes_count=3, print_keyframes=False,
     )  # fmt: skip
     graph["timed"] = node("SetHookKeyframes", hooks=link("hook"), hook_kf=link("frames"))
-    graph["hooked"] = node(
-        "ConditioningSetProperties", cond_NEW=link("positive"), strength=1.0, set_cond_area="default",
-        hooks=link("timed"),
-    )  # fmt: skip
-    graph["sampler"]["inputs"]["positive"] = link("hooked")
-    return graph
+    return with_hooks(graph, link("timed"))
 
 
 WINDOWS = {

@@ -7,7 +7,7 @@ import torch
 
 from .cases import DEGREES
 from .client import Graph, NodeError
-from .graphs import Job, sampling_graph
+from .graphs import Job, sampling_graph, with_hooks
 from .latents import apart, latent_of
 from .server import Server
 from .test_kin import link, node, on_the_loader
@@ -101,10 +101,5 @@ def test_what_changes_the_network_is_refused_by_name_with_the_way_out(server: Se
 def test_hooks_are_refused_and_not_forgotten(server: Server) -> None:
     hooked = graph(FLUX)
     hooked["hook"] = node("CreateHookLora", lora_name="flux_dev.safetensors", strength_model=1.0, strength_clip=1.0)
-    hooked["hooked"] = node(
-        "ConditioningSetProperties", cond_NEW=link("positive"), strength=1.0, set_cond_area="default",
-        hooks=link("hook"),
-    )  # fmt: skip
-    hooked["sampler"]["inputs"]["positive"] = link("hooked")
     with pytest.raises(NodeError, match=r"hooks .scheduled LoRA.*remove them"):
-        server.client.run(hooked)
+        server.client.run(with_hooks(hooked, link("hook")))

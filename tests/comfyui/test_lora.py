@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .cases import ALONE, DEGREES
 from .client import Graph, NodeError
-from .graphs import Job, Parallel, lora_node, sampling_graph, with_loras
+from .graphs import Job, Parallel, lora_node, sampling_graph, with_hooks, with_loras
 from .latents import apart, latent_of
 from .server import Server
 from .test_kin import node
@@ -217,15 +217,7 @@ def test_a_hook_on_every_weight_is_there_in_every_step(server: Server, degrees: 
         graph["hook"] = node(
             "CreateHookModelAsLoraModelOnly", ckpt_name="flux_dev_full.safetensors", strength_model=0.5
         )
-        graph["hooked"] = node(
-            "ConditioningSetProperties",
-            cond_NEW=["positive", 0],
-            strength=1.0,
-            set_cond_area="default",
-            hooks=["hook", 0],
-        )
-        graph["sampler"]["inputs"]["positive"] = ["hooked", 0]
-        return latent_of(server.client.run(graph))
+        return latent_of(server.client.run(with_hooks(graph, ["hook", 0])))
 
     want, got = sampled("KSampler"), sampled("CPSampler", DEGREES[degrees])
     assert apart(got, want) <= BAR

@@ -21,7 +21,7 @@ from .cases import DEGREES, FOUR
 from .client import Graph, Interrupted, NodeError
 from .comfy import ComfyInstall
 from .conftest import VARIED
-from .graphs import Job, Parallel, longer, sampling_graph, with_loras
+from .graphs import Job, Parallel, longer, sampling_graph, with_hooks, with_loras
 from .latents import apart, latent_of
 from .server import Server, running_server
 from .test_compile import compiled
@@ -119,15 +119,8 @@ def test_a_hook_on_a_parameter_that_a_lora_leaves_out(server: Server, mode: str)
         graph = sampling_graph(Job(family="wan_t2v", cfg=2.0), "CPSampler" if parallel else "KSampler", parallel)
         graph["model"]["inputs"]["unet_name"] = "wan_t2v_bf16.safetensors"
         graph["hook"] = node("CreateHookLoraModelOnly", lora_name="modulation_hooked.safetensors", strength_model=-0.5)
-        graph["hooked"] = node(
-            "ConditioningSetProperties",
-            cond_NEW=["positive", 0],
-            strength=1.0,
-            set_cond_area="default",
-            hooks=["hook", 0],
-        )
-        graph["sampler"]["inputs"]["positive"] = ["hooked", 0]
-        return latent_of(server.client.run(with_loras(graph, [("modulation_plain.safetensors", 1.0)])))
+        graph = with_loras(with_hooks(graph, ["hook", 0]), [("modulation_plain.safetensors", 1.0)])
+        return latent_of(server.client.run(graph))
 
     native = sampled(None)
     assert apart(sampled(in_two("replicate")), native) <= 1e-5

@@ -86,7 +86,12 @@ def test_heads_need_not_divide():
         ({"ring_degree": 2, "devices": "cpu"}, 24, 0, r"needs 2 workers, but there is 1 device: cpu"),
         ({"ulysses_degree": 4, "ring_degree": 1}, 2, 8, "splits 2 attention heads over 4 workers.*ring_degree 2 x ul"),
         ({"ring_degree": MAX_CPU_WORKERS + 1}, 24, 0, "room for .* CPU workers"),
-        ({"devices": "cuda:0"}, 24, 0, "ComfyUI sees no CUDA GPU; for a trial without a GPU write cpu,cpu"),
+        (
+            {"devices": "cuda:0"},
+            24,
+            0,
+            "GPU 0 not found: ComfyUI sees no CUDA GPU; for a trial without a GPU write cpu,cpu",
+        ),
         ({"devices": "0,7"}, 24, 2, "GPU 7 not found: ComfyUI sees GPUs 0 to 1"),
         ({"devices": "0,cpu"}, 24, 2, "'0,cpu' mixes CPU and GPUs"),
         ({"devices": "tpu"}, 24, 2, "'tpu' is not a device"),

@@ -22,6 +22,7 @@ from ...engine.weights.prefetch import BlockPrefetcher, RankPlacement, large_lay
 from ...loading.mapped import Backup, Mapped
 
 UNLIMITED_BYTES = 1e32
+MERGED_AS_FETCHED = ("weight", "bias")  # of a layer that dynamic VRAM fetches
 SMALL_BYTES = 16 * 1024  # of a layer that ComfyUI's dynamic VRAM loads at once (ModelPatcherDynamic.load)
 
 
@@ -47,7 +48,7 @@ class OffloadSet:
 class DynamicVram:
     """What ComfyUI's dynamic VRAM does with each module of `network`, whose weights are as in the file: it loads small
     layers at once, fetches large ones for each use, and merges no patch into what is no layer of ComfyUI's
-    (ModelPatcherDynamic.load). Layers multiply in fp8 only where the file has fp8."""
+    (ModelPatcherDynamic.load). It has layers multiply in fp8 only where the file has fp8."""
 
     def __init__(self, network: torch.nn.Module) -> None:
         sizes = {
@@ -105,32 +106,32 @@ class RankPatcher(Mapped):
         parameter of a module that has layers inside, or with dynamic VRAM of what is no layer."""
         if key in self.patches:
             module, name = self._owner(key)
-            dynamic_vram = self.weight_state.dynamic_vram
-            has_layers = any("." in parameter for parameter, _ in module.named_parameters())
-            if has_layers or (dynamic_vram is not None and not hasattr(module, "comfy_cast_weights")):
+            if any("." in parameter for parameter, _ in module.named_parameters()):
                 return None
-            is_fetched = dynamic_vram is not None and module in dynamic_vram.fetched
-            if is_fetched and name in ("weight", "bias") and not self._is_resized(key):
-                return self._merge_as_fetched(key, device_to)
+            if (dynamic_vram := self.weight_state.dynamic_vram) is not None:
+                if not hasattr(module, "comfy_cast_weights"):
+                    return None
+                if module in dynamic_vram.fetched and name in MERGED_AS_FETCHED and not self._is_resized(key):
+                    return self._merge_as_fetched(key, module, device_to)
         return super().patch_weight_to_device(key, device_to, *args, **kwargs)
 
     def _is_resized(self, key: str) -> bool:
         """Returns whether patches change the size of a weight of the layer that has this one."""
         layer = key.rpartition(".")[0]
-        keys = (f"{layer}.{name}" for name in ("weight", "bias"))
-        weights = {each: comfy.utils.get_attr(self.model, each) for each in keys if each in self.patches}
         return any(
-            comfy.lora.calculate_shape(self.patches[each], weight, each) != weight.shape
-            for each, weight in weights.items()
+            comfy.lora.calculate_shape(self.patches[each], weight := comfy.utils.get_attr(self.model, each), each)
+            != weight.shape
+            for each in (f"{layer}.{name}" for name in MERGED_AS_FETCHED)
+            if each in self.patches
         )
 
-    def _merge_as_fetched(self, key: str, device: torch.device | None) -> None:
+    def _merge_as_fetched(self, key: str, module: torch.nn.Module, device: torch.device | None) -> None:
         """Merges patches as dynamic VRAM does when it fetches a layer (`resolve_cast_module_with_vbar` of
         comfy/ops.py): in the dtype of computation, rounded with the layer's name as seed."""
         self._cast_to_merge(key)
         weight, set_weight, convert = get_key_weight(self.model, key)
         self.backup.setdefault(key, Backup(weight, False))
-        device, (module, _) = device or weight.device, self._owner(key)
+        device = device or weight.device
         if isinstance(module, comfy.ops.fp8_ops.Linear):
             dtype = comfy.model_management.lora_compute_dtype(device)
         else:
@@ -148,16 +149,18 @@ class RankPatcher(Mapped):
     def state_dict_of_file(self) -> Iterator[None]:
         """Has the network's state dict contain, in this context, layers that dynamic VRAM fetches as they are in the
         file: ComfyUI makes a Control-LoRA of it."""
+        if (dynamic_vram := self.weight_state.dynamic_vram) is None:
+            yield
+            return
 
         def restore(_: torch.nn.Module, state: dict[str, Any], *__: Any) -> None:
             for name, current in state.items():
                 key = f"diffusion_model.{name}"
                 view = self.file_views.get(key)
                 changed = type(view) is torch.Tensor and (key in self.patches or view.dtype != current.dtype)
-                if changed and self._owner(key)[0] in fetched:
+                if changed and self._owner(key)[0] in dynamic_vram.fetched:
                     state[name] = view
 
-        fetched = self.weight_state.dynamic_vram.fetched if self.weight_state.dynamic_vram else ()
         handle = self.model.diffusion_model.register_state_dict_post_hook(restore)
         try:
             yield
