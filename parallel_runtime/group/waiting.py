@@ -16,6 +16,7 @@ from .activity import Activity
 from .launch import POLL_SECONDS, Processes
 
 PEER_FAILURE_SECONDS = 0.3
+ALIVE_SECONDS = 1.5  # a rank that samples says in each second that it is alive
 
 Work = Literal["", "loading", "sampling", "compiling"]  # "" before a rank's first message
 
@@ -116,7 +117,8 @@ class Waiting:
 
 
 class SilenceLimits:
-    """How long the ranks of one request may be silent.
+    """How long the ranks of one request may go without getting on: a message of theirs, or a block that their device
+    has computed. Ranks that sample wait for each other, so they are lost only where none of them gets on.
 
     Limits in seconds: `load` while a rank loads or compiles, `stall` before and after.
 
@@ -131,6 +133,7 @@ class SilenceLimits:
         self._stall = stall
         self._cancel = cancel
         self._last_message = [time.monotonic()] * ranks
+        self._last_advance = [*self._last_message]
         self._work: list[Work] = [""] * ranks
         self._longest_step = longest_step
         self._refused: float | None = None  # when the first rank did
@@ -138,9 +141,11 @@ class SilenceLimits:
     def receive(self, rank: int, message: Any) -> None:
         """Takes a message of a rank. One that compiles receives no cancel until torch.compile is done."""
         now = time.monotonic()
-        if self._work[rank] == "sampling":
-            self._longest_step = max(self._longest_step, now - self._last_message[rank])
         self._last_message[rank] = now
+        if getattr(message, "advanced", True):
+            if self._work[rank] == "sampling":
+                self._longest_step = max(self._longest_step, now - self._last_advance[rank])
+            self._last_advance[rank] = now
         match message:
             case Heartbeat(loaded=None, busy=busy):
                 self._work[rank] = "compiling" if busy == "compiling" else "sampling"
@@ -150,20 +155,29 @@ class SilenceLimits:
                 self._work[rank] = self._work[rank] or "loading"
 
     def timed_out_rank(self, waited_for: Collection[int]) -> tuple[int, float] | None:
-        """Returns the longest silent rank and its silence in seconds, if any of `waited_for` is silent for too long."""
+        """Returns the rank that holds up the others, and the seconds since it got on, if any of `waited_for` has not
+        for too long: a process that is silent altogether, if there is one."""
         now = time.monotonic()
-        if all(now - self._last_message[rank] <= self._limit(rank) for rank in waited_for):
+        if all(now - self._got_on(rank) <= self._limit(rank) for rank in waited_for):
             return None
-        stuck = min(waited_for, key=lambda rank: self._last_message[rank])
-        return stuck, now - self._last_message[stuck]
+        stuck = min(waited_for, key=lambda rank: (self._is_alive(rank, now), self._last_advance[rank]))
+        return stuck, now - self._last_advance[stuck]
+
+    def _is_alive(self, rank: int, now: float) -> bool:
+        return now - self._last_message[rank] < ALIVE_SECONDS
+
+    def _got_on(self, rank: int) -> float:
+        """Returns when this rank, or a rank that it may be waiting for, got on."""
+        if self._work[rank] != "sampling" or self._refused is not None:
+            return self._last_advance[rank]
+        return max(self._last_advance)
 
     def _limit(self, rank: int) -> float:
         stall = min(self._stall, self._load)
-        match self._work[rank]:
-            case "compiling":
-                return stall if self.cancelled else self._load
-            case "loading":
-                return min(self._cancel, self._load) if self.cancelled else self._load
+        if self._work[rank] == "loading":
+            return min(self._cancel, self._load) if self.cancelled else self._load
+        if "compiling" in self._work:  # others wait for it
+            return stall if self.cancelled else self._load
         if self._refused is not None:
-            return min(self._cancel, stall) + max(0.0, self._refused - self._last_message[rank])
+            return min(self._cancel, stall) + max(0.0, self._refused - self._last_advance[rank])
         return min(self._cancel + self._longest_step, stall) if self.cancelled and self._longest_step else stall

@@ -10,6 +10,7 @@ import contextlib
 import os
 import select
 import socket
+import threading
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -20,10 +21,11 @@ Kind = TypeVar("Kind")
 
 
 class Channel:
-    """A socket to the other process. One thread may send at a time; another may wait for the hang-up meanwhile."""
+    """A socket to the other process. Several threads may send; one more may wait for the hang-up meanwhile."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
+        self._sending = threading.Lock()
 
     @classmethod
     def connect(cls, path: str) -> Channel:
@@ -52,7 +54,8 @@ class Channel:
         data = encode(message)
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [bundle]))] if bundle is not None else []
         try:
-            self._socket.sendmsg([data], rights, flags | socket.MSG_NOSIGNAL)
+            with self._sending:
+                self._socket.sendmsg([data], rights, flags | socket.MSG_NOSIGNAL)
         finally:
             if bundle is not None:
                 os.close(bundle)

@@ -100,13 +100,14 @@ class Joined:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Says that this rank is at work. `loaded` is None while sampling, else the share of the model that is loaded.
-    `busy` says what delays the next message."""
+    """Says that this rank is alive. `loaded` is None while sampling, else the share of the model that is loaded.
+    `busy` says what delays the next message; `advanced`, whether the rank got on since the last one."""
 
     job: int
     loaded: float | None = None
     readings: Readings | None = None
     busy: Busy = ""
+    advanced: bool = True
 
 
 @dataclass(frozen=True)

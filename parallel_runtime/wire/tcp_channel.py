@@ -78,9 +78,10 @@ class TcpChannel(Channel):
     def _send(self, message: Message, bundle: int | None, flags: int) -> None:
         assert bundle is None, "a bundle stays on its machine"
         data = encode(message)
-        if flags & socket.MSG_DONTWAIT and not ready(self._socket, select.POLLOUT, 0):
-            raise BlockingIOError
-        self._socket.sendall(len(data).to_bytes(LENGTH_BYTES, "big") + data)
+        with self._sending:
+            if flags & socket.MSG_DONTWAIT and not ready(self._socket, select.POLLOUT, 0):
+                raise BlockingIOError
+            self._socket.sendall(len(data).to_bytes(LENGTH_BYTES, "big") + data)
 
 
 def read_key(path: str | None = None) -> str:

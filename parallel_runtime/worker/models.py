@@ -16,6 +16,7 @@ from ..architectures import Architecture
 from ..architectures.network_modules import blocks_of
 from ..architectures.row_plan import RowPlan
 from ..engine.attention.attention_override import backend_override
+from ..engine.comm.device_events import BlockCounter, event_factory
 from ..engine.comm.device_memory import can_allocate, empty_cache
 from ..engine.comm.mesh import ContextMesh, GroupState, MeshDim, build_mesh, with_new_group
 from ..engine.comm.votes import any_rank, refuse_on_all_ranks
@@ -180,6 +181,7 @@ class Models:
 
     def __init__(self, device: torch.device, loaders: Mapping[type, Load]) -> None:
         self.group_state = GroupState()
+        self.block_counter = BlockCounter(event_factory(device))
         self._device = device
         self._loaders = loaders
         self._models: dict[ModelSpec, Model] = {}
@@ -196,6 +198,7 @@ class Models:
             with refuse_on_all_ranks():
                 check_files(spec.all_files)
                 loaded = self._loaders[type(job)](spec, self._device, on_progress, job)
+            self.block_counter.watch(loaded.network)
             self._models[spec.unpatched] = loaded
         model = self._models[spec.unpatched]
         model.spec = spec

@@ -113,11 +113,12 @@ class Worker:
         model.graph_runner.on_recording = partial(progress.busy, "recording")
         loaded = time.monotonic()
         result: dict[str, Any] | None = None  # where the job is cancelled
-        with contextlib.suppress(Cancelled), reporting_compilation(partial(progress.busy, "compiling")):
-            result = self._loops[type(job)](model, job, progress)
-        self._models.end_job(keep_buffers=isinstance(job, EvaluationJob | VAEJob))  # the next one follows at once
-        # It waits for the device: before `seconds` is read.
-        result_fd = write_bundle(result) if result is not None and rank() == 0 else None
+        with progress.reporting_blocks(self._models.block_counter):
+            with contextlib.suppress(Cancelled), reporting_compilation(partial(progress.busy, "compiling")):
+                result = self._loops[type(job)](model, job, progress)
+            self._models.end_job(keep_buffers=isinstance(job, EvaluationJob | VAEJob))  # the next one follows at once
+            # It waits for the device: before `seconds` is read.
+            result_fd = write_bundle(result) if result is not None and rank() == 0 else None
         seconds = time.monotonic() - loaded
         done = Done(request.job, load_seconds=loaded - started, seconds=seconds, readings=progress.readings())
         return done, result_fd

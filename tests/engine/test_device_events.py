@@ -8,9 +8,10 @@ import time
 
 import pytest
 import torch
+from torch import nn
 
 from parallel_runtime.engine.comm.collectives import Pending
-from parallel_runtime.engine.comm.device_events import HostEvent, LaunchThrottle
+from parallel_runtime.engine.comm.device_events import BlockCounter, HostEvent, LaunchThrottle
 from parallel_runtime.engine.comm.mesh import GroupState
 from parallel_runtime.wire.channel import Channel
 from parallel_runtime.wire.messages import Cancel
@@ -155,3 +156,18 @@ def test_how_long_a_device_computed_is_a_step_without_the_transfers_it_stood_sti
     assert readings is not None
     assert readings.computed_seconds == (None if replayed else pytest.approx(0.03, abs=0.015))
     assert readings.waited_seconds == (None if replayed else pytest.approx(0.06, abs=0.02)), "what the panel shows"
+
+
+def test_blocks_count_when_the_device_has_computed_them_and_not_when_they_were_launched() -> None:
+    device, network = Device(), nn.ModuleDict({"blocks": nn.ModuleList([nn.Sequential(nn.Identity()), nn.Identity()])})
+    blocks = BlockCounter(device.now)
+    blocks.watch(network)
+    for block in network["blocks"]:
+        device.launch(EVALUATION)
+        block(torch.zeros(1))
+    assert not blocks.have_advanced(), "both are launched, neither has ended"
+    time.sleep(EVALUATION + 0.01)
+    assert blocks.have_advanced()
+    assert not blocks.have_advanced(), "the second one has not ended"
+    time.sleep(EVALUATION + 0.01)
+    assert blocks.have_advanced()

@@ -13,6 +13,7 @@ from parallel_runtime.group.waiting import SilenceLimits
 from parallel_runtime.wire.messages import Done, Heartbeat, Refusal
 
 LOADS, SAMPLES, COMPILES = Heartbeat(1, loaded=0.5), Heartbeat(1), Heartbeat(1, busy="compiling")
+STUCK = Heartbeat(1, advanced=False)
 REFUSES = Done(1, refused=Refusal.of(Refused()))
 
 
@@ -94,7 +95,43 @@ def test_a_rank_that_samples_has_the_stall_limit_and_the_longest_silent_one_is_n
         limits.receive(rank, SAMPLES)
     clock(5)
     limits.receive(1, SAMPLES)
-    assert lost_after(limits, clock, 115) == (0, 121)
+    assert lost_after(limits, clock, 120) == (0, 126)
+
+
+def test_ranks_that_wait_for_one_whose_device_computes_are_not_lost(limits, clock):
+    for _ in range(300):
+        clock(1)
+        limits.receive(0, STUCK)
+        limits.receive(1, SAMPLES)
+        assert limits.timed_out_rank((0, 1)) is None
+
+
+def test_ranks_that_are_alive_and_compute_nothing_are_lost(limits, clock):
+    for rank in (0, 1):
+        limits.receive(rank, SAMPLES)
+    for _ in range(119):
+        clock(1)
+        limits.receive(0, STUCK)
+        limits.receive(1, STUCK)
+        assert limits.timed_out_rank((0, 1)) is None
+    assert lost_after(limits, clock, 1) is not None
+
+
+def test_a_stopped_process_is_named_and_not_the_rank_that_waits_for_it(limits, clock):
+    for rank in (1, 0):
+        limits.receive(rank, SAMPLES)
+        clock(0.5)
+    for _ in range(120):
+        limits.receive(1, STUCK)
+        clock(1)
+    assert limits.timed_out_rank((0, 1)) == (0, 120.5)
+
+
+def test_a_rank_that_waits_for_one_that_compiles_is_not_lost(limits, clock):
+    limits.receive(0, SAMPLES)
+    limits.receive(1, COMPILES)
+    clock(500)
+    assert limits.timed_out_rank((0, 1)) is None
 
 
 def test_after_a_cancel_a_rank_has_one_step_and_ten_seconds(limits, clock):

@@ -42,6 +42,7 @@ PLACES = {  # module, function, which call of it
 }
 AGAIN = "CP_TEST_AGAIN"
 LARGEST = 16 * 32 * 32  # elements; what is larger is out of memory
+CRAWL_SECONDS = 0.6
 PACE = {"pace": 8e-3, "slow": 16e-3}  # seconds that a block takes for each token of a rank, so that all else is little
 
 
@@ -130,6 +131,8 @@ class Saboteur:
             calls += 1
             if self.deed == "out_of_memory":
                 refuse_large(args)
+            if self.deed == "crawl":
+                time.sleep(CRAWL_SECONDS)
             if self.deed in PACE:
                 time.sleep(PACE[self.deed] * args[1].shape[1])
                 return function(*args, **kwargs)
@@ -137,7 +140,7 @@ class Saboteur:
                 return function(*args, **kwargs) // calls
             if self.deed in ALWAYS:
                 return ALWAYS[self.deed](function(*args, **kwargs))
-            if calls == self.call and self.deed != "deviate":
+            if calls == self.call and self.deed not in ("deviate", "crawl"):
                 do(self.deed)
             result = function(*args, **kwargs)
             return result + 1e-6 if calls == self.call and self.deed == "deviate" else result

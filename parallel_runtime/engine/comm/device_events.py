@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 POLL_SECONDS = 0.0005
 
@@ -91,3 +93,40 @@ class LaunchThrottle:
             on_poll()
             time.sleep(POLL_SECONDS)
         self._start = event
+
+
+class BlockCounter:
+    """Notes when the device has computed a block of a network, whatever the host waits for meanwhile: an evaluation may
+    take minutes, and only this tells it from one that hangs."""
+
+    def __init__(self, make_event: EventFactory) -> None:
+        self._make_event = make_event
+        self._launched: deque[DeviceEvent] = deque()
+
+    def watch(self, network: nn.Module) -> None:
+        """Counts the blocks of every later forward."""
+        for block in _outermost_blocks(network):
+            block.register_forward_hook(self._note)
+
+    def have_advanced(self) -> bool:
+        """Returns whether the device has ended a block since the last call. May be called on another thread."""
+        advanced = False
+        while self._launched and self._launched[0].query():
+            self._launched.popleft()
+            advanced = True
+        return advanced
+
+    def _note(self, *_: Any) -> None:
+        # An event inside a compiled or captured forward would become a part of it.
+        if torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            return
+        self._launched.append(self._make_event())
+
+
+def _outermost_blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """Yields what the network's lists of modules hold, without lists inside of these."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.Sequential):
+            yield from child
+        else:
+            yield from _outermost_blocks(child)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import statistics
+import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...engine.comm.device_events import (
+    BlockCounter,
     CommTimer,
     DeviceEvent,
     EventFactory,
@@ -90,10 +93,29 @@ class Progress:
         self._previews.flush()
         self._send_heartbeat(None)
 
+    @contextmanager
+    def reporting_blocks(self, blocks: BlockCounter) -> Iterator[None]:
+        """Sends a heartbeat in each HEARTBEAT_SECONDS of this context, which says whether the device has ended a
+        block."""
+        over = threading.Event()
+
+        def report() -> None:
+            with suppress(OSError):  # the host is gone, which ends this process
+                while not over.wait(HEARTBEAT_SECONDS):
+                    self._channel.offer(Heartbeat(self._job, busy=self._busy, advanced=blocks.have_advanced()))
+
+        thread = threading.Thread(target=report, name="heartbeats", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
     def before_evaluation(self) -> None:
         """Waits until the evaluation before the last has ended. Call it before each evaluation of the model."""
         self.heartbeat()
-        self._throttle.wait_for_turn(self.heartbeat)
+        self._throttle.wait_for_turn(self._previews.flush)
         if not self._steps and not self._timers:
             self._start_timer(0)
 
