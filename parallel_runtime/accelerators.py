@@ -6,9 +6,19 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transport:
+    """One way for the devices of a machine to exchange tensors: by their own backend with these variables in its
+    `environment`, or by gloo `through_main_memory`. `log_line` says what it is and what would be faster."""
+
+    environment: Mapping[str, str] = field(default_factory=dict)
+    through_main_memory: bool = False
+    log_line: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,12 +26,14 @@ class Accelerator:
     """`kind` is torch's device type.
 
     `collectives` is the torch.distributed backend between such devices. `environment` holds variables that the launch
-    sets, where {interface} stands for the network interface.
+    sets, where {interface} stands for the network interface. `slower_transports` are tried one after another where the
+    devices cannot exchange tensors as the backend itself chooses.
     """
 
     kind: str
     collectives: str
     environment: Mapping[str, str]
+    slower_transports: tuple[Transport, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +99,29 @@ CUDA = Accelerator(
         # a graph: in a different order on each rank they would deadlock. With this NCCL 2.26 and later keep the
         # program's order. One head chunk instead of two would do so for the first two only, and hide fewer transfers.
         "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
+        # Multicast over NVSwitch takes 268 MB a communicator and gains nothing for what we send, and NCCL ends where a
+        # container has no right to it.
+        "NCCL_NVLS_ENABLE": "0",
     },
+    slower_transports=(
+        Transport(
+            environment={"NCCL_P2P_DISABLE": "1"},
+            log_line="the GPUs cannot exchange tensors directly (NCCL's P2P), and do so through shared memory. Where "
+            "they should: update the driver, and switch off IOMMU or ACS in the BIOS. NCCL_P2P_DISABLE=1 in ComfyUI's "
+            "environment starts the workers like this at once",
+        ),
+        Transport(
+            environment={"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"},
+            log_line="the GPUs cannot exchange tensors directly or through shared memory, and do so through sockets, "
+            "which is slow. In Docker give the container --shm-size=1g. NCCL_P2P_DISABLE=1 and NCCL_SHM_DISABLE=1 in "
+            "ComfyUI's environment start the workers like this at once",
+        ),
+        Transport(
+            through_main_memory=True,
+            log_line="NCCL does not work between the GPUs, which exchange tensors through main memory, by gloo: very "
+            "slow. See docs/troubleshooting/gpus-do-not-connect.md",
+        ),
+    ),
 )
 XPU = Accelerator(kind="xpu", collectives="xccl", environment={"CCL_KVS_IFACE": "{interface}"})
 NPU = Accelerator(kind="npu", collectives="hccl", environment={"HCCL_SOCKET_IFNAME": "={interface}"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import secrets
@@ -10,28 +11,83 @@ import socket
 import time
 from collections.abc import Callable
 from multiprocessing.connection import wait
-from typing import Any
+from typing import Any, TypeVar
 
+from ..accelerators import ACCELERATORS, Transport
 from ..errors import Sentence, WorkerDied, WorkerStartError, say
 from ..planning.device_profile import DeviceProfile, Speed, coarse
 from ..specs import ComfySetup, Placement
 from ..wire.channel import Channel, short_path
-from ..wire.messages import PROTOCOL, Ended, Failed, Joined, MapOutput, Ready, Welcome
+from ..wire.messages import PROTOCOL, Connected, Ended, Failed, Joined, MapOutput, Ready, Welcome
 from .activity import Activity
 from .cluster import Cluster, RemoteMachine
 from .journal import Journal
 from .torchrun import GRACE_SECONDS, Rendezvous, Torchrun
 
 POLL_SECONDS = 0.1
+CONNECT_SECONDS = 30.0  # for the first exchange of tensors, where a slower transport is left to try
+Answer = TypeVar("Answer", Connected, Joined)
+
+log = logging.getLogger(__name__)
+_transports_that_worked: dict[tuple[str, ...], Transport] = {}  # by devices, where it was not the first one
+
+
+class NotConnected(WorkerStartError):
+    """The workers have started, and their devices could not exchange tensors, or received others than were sent."""
+
+
+def start_workers(
+    placement: Placement, activity: Activity, comfy: ComfySetup | None, timeout: float, watch: Callable[[], None]
+) -> tuple[Processes, DeviceProfile]:
+    """Starts every rank, with the first transport that works between their devices, and measures these. Raises
+    WorkerStartError with the reason; where no transport works, with that of the fastest one."""
+    first_error: NotConnected | None = None
+    transports = _transports(placement)
+    for transport in transports:
+        processes = Processes(placement, activity, transport)
+        try:
+            is_last = transport is transports[-1]
+            profile = processes.meet(comfy, timeout, timeout if is_last else min(timeout, CONNECT_SECONDS), watch)
+        except NotConnected as error:
+            processes.close()
+            log.warning("[CP] %s", error)
+            first_error = first_error or error
+            continue
+        except BaseException:
+            processes.close()
+            raise
+        if transport.log_line and placement.devices not in _transports_that_worked:
+            log.warning("[CP] %s", transport.log_line)
+            _transports_that_worked[placement.devices] = transport
+        return processes, profile
+    assert first_error is not None
+    raise first_error
+
+
+def _transports(placement: Placement) -> list[Transport]:
+    """Returns the transports to try, the fastest first. What the user's environment sets already is not tried again."""
+    if placement.devices in _transports_that_worked:
+        return [_transports_that_worked[placement.devices]]
+    accelerator = ACCELERATORS.get(placement.devices[0].partition(":")[0])
+    shared = len(set(placement.devices)) < len(placement.devices)
+    if accelerator is None or shared or placement.nnodes > 1 or placement.world_size == 1:
+        return [Transport()]
+    slower = (
+        transport
+        for transport in accelerator.slower_transports
+        if transport.through_main_memory or transport.environment.keys() - os.environ.keys()
+    )
+    return [Transport(), *slower]
 
 
 class Processes:
     """The workers and their torchruns. `meet` fills `channels`, in rank order."""
 
-    def __init__(self, placement: Placement, activity: Activity) -> None:
+    def __init__(self, placement: Placement, activity: Activity, transport: Transport) -> None:
         self.channels: list[Channel] = []
         self._activity = activity
         self._placement = placement
+        self._transport = transport
         self.pids: list[int] = []
         self._token = secrets.token_hex(16)
         self._cluster: Cluster | None = None
@@ -43,8 +99,11 @@ class Processes:
         self._server.listen(placement.world_size)
         self._server.settimeout(POLL_SECONDS)
 
-    def meet(self, comfy: ComfySetup | None, timeout: float, watch: Callable[[], None]) -> DeviceProfile:
-        """Starts every rank, accepts it and waits until the group has formed. Raises WorkerStartError, with the reason.
+    def meet(
+        self, comfy: ComfySetup | None, timeout: float, connect_timeout: float, watch: Callable[[], None]
+    ) -> DeviceProfile:
+        """Starts every rank, accepts it and waits until the group has formed, which has `connect_timeout` seconds from
+        then on to exchange its first tensors. Raises WorkerStartError, with the reason.
 
         Returns the measured device profile, with the slowest rank's rates.
         """
@@ -65,17 +124,13 @@ class Processes:
         self.channels, self.pids = map(list, zip(*(connected[rank] for rank in ranks), strict=True))
         self._welcome(comfy)
         self._activity.set_stage("meeting")
-        joined: dict[int, Joined] = {}
-        while len(joined) < len(ranks):
-            watch()
-            # Messages are read in the order of arrival: a failed rank makes its peers fail too.
-            silent = {self.channels[rank].fileno(): rank for rank in ranks if rank not in joined}
-            answering = [silent[fd] for fd in wait(list(silent), POLL_SECONDS) if isinstance(fd, int)]
-            for rank in answering:
-                joined[rank] = self._joined(rank, self.channels[rank])
-                self._activity.set_stage("meeting", len(joined))
-            if not answering:
-                self._check_start(deadline, say("start.apart", workers=len(ranks), count=len(silent)))
+        try:
+            self._answers(Connected, time.monotonic() + connect_timeout, watch)
+        except WorkerStartError as error:
+            if error.cause is not None and error.cause.signal in ("SIGKILL", "SIGTERM"):  # somebody's doing
+                raise
+            raise NotConnected(error.sentence, error.cause) from None
+        joined = self._answers(Joined, deadline, watch)
         self._server.close()
         os.unlink(self._address)
         self._activity.joined(joined, [self.machine_of(rank) for rank in ranks])
@@ -86,6 +141,22 @@ class Processes:
             host_bytes_per_second=coarse(min(answer.host_bytes_per_second for answer in answers)),
             ranks=tuple(Speed(products=x.flops_per_second, attention=x.attention_flops_per_second) for x in answers),
         )
+
+    def _answers(self, kind: type[Answer], deadline: float, watch: Callable[[], None]) -> dict[int, Answer]:
+        """Returns the next message of every rank, which has to be of this kind."""
+        ranks, answers = range(self._placement.world_size), dict[int, Answer]()
+        while len(answers) < len(ranks):
+            watch()
+            # Messages are read in the order of arrival: a failed rank makes its peers fail too.
+            silent = {self.channels[rank].fileno(): rank for rank in ranks if rank not in answers}
+            answering = [silent[fd] for fd in wait(list(silent), POLL_SECONDS) if isinstance(fd, int)]
+            for rank in answering:
+                answers[rank] = self._answer(kind, rank)
+                if kind is Joined:
+                    self._activity.set_stage("meeting", len(answers))
+            if not answering:
+                self._check_start(deadline, say("start.apart", workers=len(ranks), count=len(silent)))
+        return answers
 
     def ask(self, message: Any, bundle: int | None = None) -> None:
         """Sends to every rank. `bundle` goes to all ranks on one machine; on several to rank 0, which passes it on.
@@ -168,7 +239,7 @@ class Processes:
             self._devices += [machine.devices for machine in self._cluster.machines]
             self._rendezvous = self._cluster.meeting
         self._activity.set_stage("processes")
-        self._torchrun.start(self._address, self._token, self._rendezvous)
+        self._torchrun.start(self._address, self._token, self._rendezvous, transport=self._transport)
 
     def _new_connections(self) -> list[Channel]:
         """Returns the connections made since the last call, after waiting up to POLL_SECONDS."""
@@ -195,11 +266,12 @@ class Processes:
         shared = any(len(set(names)) < len(names) for names in self._devices)
         for rank, channel in enumerate(self.channels):
             machine, place = divmod(rank, len(self._placement.devices))
-            channel.send(Welcome(self._devices[machine][place], self._rendezvous.store, shared, setups[machine]))
+            device, by_memory = self._devices[machine][place], shared or self._transport.through_main_memory
+            channel.send(Welcome(device, self._rendezvous.store, by_memory, setups[machine]))
 
-    def _joined(self, rank: int, channel: Channel) -> Joined:
+    def _answer(self, kind: type[Answer], rank: int) -> Answer:
         try:
-            answer, _ = channel.receive()
+            answer, _ = self.channels[rank].receive()
         except EOFError:
             died = self.died(rank)
             starting = _with_last_line(say("start.died", died=died.sentence), self._machine(rank).last_line())
@@ -207,7 +279,7 @@ class Processes:
         if isinstance(answer, Failed):
             failed = say("start.failed", worker=self.worker_name(rank), reason=answer.sentence)
             raise WorkerStartError(failed, answer.cause)
-        assert isinstance(answer, Joined)
+        assert isinstance(answer, kind)
         return answer
 
     def _check_start(self, deadline: float, late: Sentence) -> None:

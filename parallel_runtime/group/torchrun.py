@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO
 
 from .. import accelerators
+from ..accelerators import Transport
 from ..errors import Cause
 from ..wire.messages import Ended, decode
 from ..wire.tcp_channel import KEY
@@ -29,6 +30,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 GRACE_SECONDS = 5.0
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 COMFYUIS_ALLOCATOR = "backend:cudaMallocAsync"
+DEFAULT_TRANSPORT = Transport()
 WORKER_LOG_PREFIX = "[CP rank"  # how what a worker logs begins, see worker/serve.py
 
 log = logging.getLogger(__name__)
@@ -68,7 +70,9 @@ class Torchrun:
             self.close()
             raise
 
-    def start(self, address: str, token: str, meeting: Rendezvous, key: str = "") -> None:
+    def start(
+        self, address: str, token: str, meeting: Rendezvous, key: str = "", transport: Transport = DEFAULT_TRANSPORT
+    ) -> None:
         """Starts the ranks, which connect to `address`, a unix socket, or host:port with `key`, and send `token`."""
         self._secrets = (token, key, self.folder)
         report, agent_end = Pipe(duplex=False)
@@ -84,7 +88,7 @@ class Torchrun:
             self.agent = subprocess.Popen(
                 command,
                 cwd=PACKAGE.parent,
-                env=environment(workers, token, self.folder, meeting, key),
+                env=environment(workers, token, self.folder, meeting, key, transport),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -186,13 +190,21 @@ class OutputReader:
                 self._take(text)
 
 
-def environment(workers: int, token: str, folder: str, meeting: Rendezvous, key: str = "") -> dict[str, str]:
+def environment(
+    workers: int,
+    token: str,
+    folder: str,
+    meeting: Rendezvous,
+    key: str = "",
+    transport: Transport = DEFAULT_TRANSPORT,
+) -> dict[str, str]:
     """Returns the environment of torchrun and its workers. A user's settings of GPUs and networks override ours."""
     cores = str(max(1, (os.cpu_count() or 1) // workers))
     defaults = {
         # Gloo, NCCL and their like listen on their own; on one machine they need no more than loopback.
         "GLOO_SOCKET_IFNAME": meeting.interface,
         **accelerators.environment(meeting.interface),
+        **transport.environment,
         "OMP_NUM_THREADS": cores,
         "TORCHINDUCTOR_COMPILE_THREADS": cores,  # a pool of processes in each worker
     }

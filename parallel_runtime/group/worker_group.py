@@ -19,7 +19,7 @@ from ..wire.messages import Cancel, Done, Measure, Run
 from ..wire.readings import Readings
 from .activity import Activity
 from .group_status import BUSY
-from .launch import Processes
+from .launch import start_workers
 from .limits import seconds_from
 from .payload_cache import PayloadCache
 from .waiting import SilenceLimits, Waiting
@@ -69,14 +69,12 @@ class WorkerGroup:
         self._longest_evaluations: dict[Any, float] = {}  # seconds, by model, degrees and size
         self._error: ParallelError | None = None  # what ended the group
         self._kill_error: ParallelError | None = None  # the error of `kill`
-        self._processes = Processes(placement, self.activity)
         try:
-            self.profile = self._processes.meet(comfy, START_SECONDS, watch)
-            self.balance = ShareBalance(placement)
+            self._processes, self.profile = start_workers(placement, self.activity, comfy, START_SECONDS, watch)
         except BaseException as error:
-            self.close()
             self.activity.failed(error)
             raise
+        self.balance = ShareBalance(placement)
 
     @property
     def alive(self) -> bool:

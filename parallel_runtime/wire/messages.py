@@ -1,7 +1,7 @@
 """Every message there is. They travel as JSON: readable in a log, and free of class identity.
 
 host -> each rank       Welcome  Measure  MapOutput (with memory)  Run (with a bundle)  Cancel
-rank -> host            Ready  Joined  Heartbeat  Step (with a bundle)  Done (rank 0: with a bundle)  Failed
+rank -> host            Ready  Connected  Joined  Heartbeat  Step (with a bundle)  Done (rank 0: with a bundle)  Failed
 machine -> host         Machine  Ended
 torchrun -> who has started it  Ended
 host -> machine         Invitation  Denied
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import jobs, request, specs
-from ..errors import Cause, OutOfMemory, ProtocolError, Refused, Sentence, from_json, say, to_json
+from ..errors import Cause, OutOfMemory, ParallelError, ProtocolError, Refused, Sentence, from_json, say, to_json
 from ..request import AfterSampling
 from ..specs import ComfySetup, ModelSpec, Parallelism, WeightPlacement
 from .readings import Busy, Readings
@@ -36,12 +36,12 @@ PROTOCOL = hashlib.sha256(
 
 @dataclass(frozen=True)
 class Welcome:
-    """Says that the host has accepted this rank. `store` is where the ranks meet, a file or host:port; `shared` says
-    that ranks share a device; `comfy` is None where there is no ComfyUI."""
+    """Says that the host has accepted this rank. `store` is where the ranks meet, a file or host:port; ranks that share
+    a device exchange tensors `through_main_memory`; `comfy` is None where there is no ComfyUI."""
 
     device: str
     store: str
-    shared: bool
+    through_main_memory: bool
     comfy: ComfySetup | None
 
 
@@ -84,6 +84,11 @@ class Ready:
     pid: int
     token: str
     protocol: str
+
+
+@dataclass(frozen=True)
+class Connected:
+    """Says that this rank has exchanged tensors with all others, which arrived as they were sent."""
 
 
 @dataclass(frozen=True)
@@ -165,8 +170,9 @@ class Failed:
     def of(cls, rank: int, error: Exception) -> Failed:
         """Cuts texts so that the message fits into a packet, whatever the characters."""
         text = "".join(traceback.format_exception(error))[-8000:]
-        if isinstance(error, OutOfMemory):
-            return cls(Cause(kind="out_of_memory", rank=rank), to_json(error.sentence), text)
+        if isinstance(error, ParallelError):  # a sentence by itself
+            kind: Any = "out_of_memory" if isinstance(error, OutOfMemory) else "raised"
+            return cls(Cause(kind=kind, rank=rank), to_json(error.sentence), text)
         last = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{os.path.basename(last.filename)}:{last.lineno} {last.line}"[:500]
         reason = say("died.error", error=f"{type(error).__name__}: {error}"[:2000], where=where)
@@ -219,7 +225,7 @@ class Ended:
 
 Message = (
     Welcome | Measure | MapOutput | Run | Cancel
-    | Ready | Joined | Heartbeat | Step | Done | Failed
+    | Ready | Connected | Joined | Heartbeat | Step | Done | Failed
     | Machine | Invitation | Denied | Ended
 )  # fmt: skip
 

@@ -24,7 +24,20 @@ from ..jobs import DemoJob, EvaluationJob, Job, VAEJob
 from ..specs import ComfySetup, Parallelism
 from ..wire.bundles import read_bundle, write_bundle
 from ..wire.channel import Channel
-from ..wire.messages import PROTOCOL, Cancel, Done, Failed, Joined, MapOutput, Measure, Ready, Refusal, Run, Welcome
+from ..wire.messages import (
+    PROTOCOL,
+    Cancel,
+    Connected,
+    Done,
+    Failed,
+    Joined,
+    MapOutput,
+    Measure,
+    Ready,
+    Refusal,
+    Run,
+    Welcome,
+)
 from ..wire.readings import Readings
 from ..wire.tcp_channel import KEY, TcpChannel
 from .models import Load, Loop, Models
@@ -144,7 +157,9 @@ def main(address: str) -> None:
         welcome, _ = channel.receive()
         assert isinstance(welcome, Welcome)
         device = torch.device(welcome.device)
-        join(device, welcome.store, shared=welcome.shared)
+        join(device, welcome.store, through_main_memory=welcome.through_main_memory)
+        speed_test.check_links(device)
+        channel.send(Connected())
         worker = Worker(channel, device, *_loops_and_loaders(welcome.comfy, device))
         channel.send(worker.joined())
         worker.serve()

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from parallel_runtime.accelerators import ACCELERATORS, CUDA
 from parallel_runtime.errors import WorkerStartError
+from parallel_runtime.group import launch
 from parallel_runtime.group.launch import Processes
 from parallel_runtime.group.worker_group import WorkerGroup
 from parallel_runtime.specs import ComfySetup, Parallelism, Placement
@@ -111,3 +115,52 @@ def test_the_rank_that_failed_first_is_named_and_not_one_that_missed_it(monkeypa
     sabotage(monkeypatch, "1 start raise")
     with pytest.raises(WorkerStartError, match=r"rank 1 \(cpu\) could not start: RuntimeError: sabotage"):
         WorkerGroup(on_cpu(Parallelism(ulysses_degree=2)))
+
+
+@pytest.fixture
+def two_devices(monkeypatch):
+    """Two CPU devices that exchange tensors by NCCL's transports, as far as the launch knows."""
+    monkeypatch.setitem(ACCELERATORS, "cpu", replace(CUDA, kind="cpu"))
+    monkeypatch.setattr(launch, "_transports_that_worked", {})
+    monkeypatch.setattr(launch, "CONNECT_SECONDS", 3.0)
+    for variable in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"):
+        monkeypatch.delenv(variable, raising=False)
+    return Placement(devices=("cpu:0", "cpu:1"))
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("hang=NCCL_P2P_DISABLE", "through shared memory.*NCCL_P2P_DISABLE=1"),
+        ("fail=NCCL_SHM_DISABLE", "through sockets.*--shm-size=1g"),
+        ("fail=", "through main memory"),
+    ],
+)
+def test_where_a_transport_hangs_or_fails_a_slower_one_starts_and_is_named_once(
+    monkeypatch, caplog, two_devices, fault, says
+):
+    sabotage(monkeypatch, f"1 join {fault}")
+    with WorkerGroup(two_devices) as group:
+        assert group.alive
+    assert re.search(says, caplog.text)
+    caplog.clear()
+    with WorkerGroup(two_devices):
+        assert not caplog.records, "what worked is kept, and said once"
+
+
+def test_bytes_that_arrive_changed_are_noticed_before_a_picture_is_wrong(monkeypatch, caplog, two_devices):
+    sabotage(monkeypatch, "0 received changed")
+    with WorkerGroup(two_devices) as group:
+        assert group.alive
+    assert "rank 1 sent arrived changed" in caplog.text
+    assert "IOMMU" in caplog.text
+
+
+def test_what_the_user_switched_off_is_not_tried_twice_and_the_first_reason_is_told(monkeypatch, caplog, two_devices):
+    for variable in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"):
+        monkeypatch.setenv(variable, "1")
+    monkeypatch.setitem(ACCELERATORS, "cpu", replace(CUDA, kind="cpu", slower_transports=CUDA.slower_transports[:2]))
+    sabotage(monkeypatch, "1 join fail=")
+    with pytest.raises(WorkerStartError, match="Error while creating shared memory segment"):
+        WorkerGroup(two_devices)
+    assert len(caplog.records) == 1, "one start, not three"

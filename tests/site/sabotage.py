@@ -20,6 +20,8 @@ from types import ModuleType
 from typing import Any
 
 PLACES = {  # module, function, which call of it
+    "join": ("parallel_runtime.engine.comm.ranks", "join", 1),
+    "received": ("parallel_runtime.engine.comm.collectives", "Pending.wait", 1),
     "connect": ("parallel_runtime.wire.channel", "Channel.connect", 1),
     "start": ("parallel_runtime.worker.process.speed_test", "bytes_per_second", 1),
     "load": ("parallel_runtime.worker.models", "check_files", 1),
@@ -29,7 +31,7 @@ PLACES = {  # module, function, which call of it
     "step": ("parallel_runtime.worker.process.progress", "Progress.step", 3),
     "main_memory": ("parallel_runtime.engine.comm.device_memory", "host_free_bytes", 1),
     "memory": ("parallel_runtime.worker.process.rank_memory", "readings", 1),
-    "reply": ("parallel_runtime.wire.channel", "Channel.send", 3),  # after Ready and Joined
+    "reply": ("parallel_runtime.wire.channel", "Channel.send", 4),  # after Ready, Connected and Joined
     "attention": ("parallel_runtime.engine.attention.attention_override", "AttentionOverride._attend_split", 10),
     "convert": ("parallel_runtime.engine.rows.conversion", "Conversion.run", 1),
     "record": ("parallel_runtime.engine.graphs.graph_runner", "GraphRunner._try_record", 1),
@@ -42,7 +44,6 @@ PLACES = {  # module, function, which call of it
 }
 AGAIN = "CP_TEST_AGAIN"
 LARGEST = 16 * 32 * 32  # elements; what is larger is out of memory
-CRAWL_SECONDS = 0.6
 PACE = {"pace": 8e-3, "slow": 16e-3}  # seconds that a block takes for each token of a rank, so that all else is little
 
 
@@ -86,9 +87,27 @@ def last_touched() -> int:
     return os.stat(os.environ[AGAIN]).st_mtime_ns if AGAIN in os.environ else 0
 
 
+def over_nccl(deed: str, variable: str, by_gloo: bool) -> None:
+    """Joining hangs or fails until this variable of NCCL's is set, or gloo is used."""
+    if variable in os.environ or by_gloo:
+        return
+    if deed == "hang":
+        time.sleep(1000)
+    raise RuntimeError("NCCL error: Error while creating shared memory segment")
+
+
+def changed(transfer: Any) -> Any:
+    """Of many numbers that arrive over P2P one is not what was sent."""
+    if transfer[0].numel() > 1000:
+        transfer[0].view(-1)[7] += "NCCL_P2P_DISABLE" not in os.environ
+    return transfer
+
+
 ALWAYS: dict[str, Callable[[Any], Any]] = {
     "out_of_memory": lambda made: made,
     "shift": lambda made: made + 0.5,
+    "changed": changed,
+    "crawl": lambda made: time.sleep(0.6) or made,
     "full": with_another_model,
     "in_half": in_half,
     "unlike": lambda made: f"{made} of another kind",
@@ -131,8 +150,9 @@ class Saboteur:
             calls += 1
             if self.deed == "out_of_memory":
                 refuse_large(args)
-            if self.deed == "crawl":
-                time.sleep(CRAWL_SECONDS)
+            if "=" in self.deed:
+                over_nccl(*self.deed.split("="), kwargs["through_main_memory"])
+                return function(*args, **kwargs)
             if self.deed in PACE:
                 time.sleep(PACE[self.deed] * args[1].shape[1])
                 return function(*args, **kwargs)
@@ -140,7 +160,7 @@ class Saboteur:
                 return function(*args, **kwargs) // calls
             if self.deed in ALWAYS:
                 return ALWAYS[self.deed](function(*args, **kwargs))
-            if calls == self.call and self.deed not in ("deviate", "crawl"):
+            if calls == self.call and self.deed != "deviate":
                 do(self.deed)
             result = function(*args, **kwargs)
             return result + 1e-6 if calls == self.call and self.deed == "deviate" else result

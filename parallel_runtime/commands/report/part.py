@@ -86,7 +86,7 @@ def _start(part: str, setting: Setting, rank: int, world_size: int, folder: Path
 def main(name: str, setting: Setting) -> None:
     folder = Path(os.environ[FOLDER])
     device = torch.device(setting.devices[rank()])
-    join(device, str(folder / STORE), shared=setting.one_card)
+    join(device, str(folder / STORE), through_main_memory=setting.one_card)
     part = importlib.import_module(name)
     if setting.comfyui:
         import_comfyui(setting.comfy, device)

@@ -38,8 +38,9 @@ def machine_ranks() -> range:
     return range(machine() * each, (machine() + 1) * each)
 
 
-def join(device: torch.device, store: str, *, shared: bool) -> None:
-    """Initialises the process group: with the device's own backend, or with gloo where ranks share a device.
+def join(device: torch.device, store: str, *, through_main_memory: bool) -> None:
+    """Initialises the process group: with the device's own backend, or with gloo `through_main_memory`, as where ranks
+    share a device.
 
     `store` is a place of rendezvous.py. With ONE_CARD set ranks that share a GPU use NCCL all the same, through
     sockets: to try NCCL's code where there is one GPU.
@@ -48,12 +49,12 @@ def join(device: torch.device, store: str, *, shared: bool) -> None:
         torch.accelerator.set_device_index(device.index or 0)
     if world_size() == 1:
         return
-    if shared and device.type == "cuda" and os.environ.get(ONE_CARD):
+    if through_main_memory and device.type == "cuda" and os.environ.get(ONE_CARD):
         # NCCL refuses two ranks of one host on one GPU: each is a host of its own.
         os.environ |= {"NCCL_HOSTID": f"rank{rank()}", "NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1"}
         os.environ["NCCL_SOCKET_IFNAME"] = "=lo"
-        shared = False
-    backend = "cpu:gloo" if shared else distributed_backends(device.type)
+        through_main_memory = False
+    backend = "cpu:gloo" if through_main_memory else distributed_backends(device.type)
     dist.init_process_group(
         backend,
         store=store_at(store, "ranks"),

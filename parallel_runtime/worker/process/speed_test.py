@@ -1,4 +1,5 @@
-"""Measures how fast this rank computes and sends blocks: once, in a fraction of a second, when the group starts."""
+"""Checks what arrives from other ranks, and measures how fast this one computes and sends blocks: once, in a fraction
+of a second, when the group starts."""
 
 from __future__ import annotations
 
@@ -10,11 +11,37 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...engine.comm.collectives import ring_send_recv
-from ...engine.comm.mesh import MeshDim
+from ...engine.comm.collectives import all_to_all, ring_send_recv
+from ...engine.comm.mesh import GroupState, MeshDim, comm_device_of, mesh_dim_of
+from ...engine.comm.ranks import world_size
+from ...errors import ParallelError, say
 
 REPEATS = 3
+CHECKED_NUMBERS = 1 << 18  # of each rank: 1 MiB, which NCCL sends as it sends large tensors
 HEAD_SIZE = 128
+
+
+def check_links(device: torch.device) -> None:
+    """Compares what arrives from the previous rank of a ring, and from all ranks in an all-to-all, with what they sent:
+    a broken P2P would make wrong pictures without a word. Collective. Raises ParallelError."""
+    if world_size() == 1:
+        return
+    assert dist.group.WORLD is not None
+    world = mesh_dim_of(dist.group.WORLD, comm_device_of(device), GroupState())
+    sent = torch.arange(CHECKED_NUMBERS * world.size, dtype=torch.int32, device=device)
+    part = sent[world.index * CHECKED_NUMBERS :][:CHECKED_NUMBERS]
+
+    def expected(rank: int) -> Tensor:
+        return part + 7919 * rank
+
+    before = (world.index - 1) % world.size
+    received = torch.zeros_like(sent)
+    ring_send_recv(sent + 7919 * world.index, received, world).wait()
+    wrong = [] if torch.equal(received, sent + 7919 * before) else [before]
+    all_to_all(sent + 7919 * world.index, received, None, None, world).wait()
+    wrong += [rank for rank, block in enumerate(received.chunk(world.size)) if not torch.equal(block, expected(rank))]
+    if wrong:
+        raise ParallelError(say("start.corrupt", ranks=", ".join(map(str, sorted({*wrong})))))
 
 
 def flops_per_second(device: torch.device) -> float:
