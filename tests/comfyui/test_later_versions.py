@@ -37,6 +37,14 @@ import_comfyui(ComfySetup(root=sys.argv[1], flags=tuple(sys.argv[2:])), torch.de
 print(json.dumps(sys.argv))
 """
 
+GPU_FLAGS = """
+import json, sys, torch
+sys.path.insert(0, sys.argv[1])
+from parallel_runtime.specs import ComfySetup
+from parallel_runtime.worker.comfy_loop.comfyui import _flags
+print(json.dumps(_flags(ComfySetup(root=sys.argv[1], flags=tuple(sys.argv[2:])), torch.device("cuda"))))
+"""
+
 
 def later(comfy: ComfyInstall, folder: Path, added: dict[str, str], flags: str = "") -> Path:
     """A ComfyUI in `folder` with lines `added` to modules of its package, and `flags` where it adds its own."""
@@ -103,3 +111,11 @@ def test_what_workers_do_not_share_is_off_whatever_a_user_chose_for_comfyui(
     flags = ["--enable-dynamic-vram", "--cuda-malloc", "--disable-comfy-compiler", "--force-fp32"]
     given = answer(comfy, FLAGS, root, flags)
     assert given == ["main.py", "--cpu", "--force-fp32", "--disable-dynamic-vram", "--disable-comfy-compiler"]
+
+
+@pytest.mark.parametrize("flag", ["--highvram", "--gpu-only", "--normalvram", "--lowvram", "--novram"])
+def test_workers_on_gpus_place_weights_whatever_comfyui_does_with_its_own(comfy: ComfyInstall, flag: str) -> None:
+    """With --highvram a worker loaded to its GPU what it should have kept in main memory, and "offload" freed nothing."""
+    given = answer(comfy, GPU_FLAGS, comfy.root, [flag, "--force-fp16"])
+    assert flag not in given
+    assert given[0] == "--force-fp16"

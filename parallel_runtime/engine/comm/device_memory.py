@@ -4,15 +4,33 @@ from __future__ import annotations
 
 import ctypes
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
+CGROUP = Path("/sys/fs/cgroup")  # of this container, where it is one
+
 
 def host_free_bytes() -> int:
-    """Returns the bytes of main memory that can be allocated without swapping."""
+    """Returns the bytes of main memory that can be allocated without swapping, or before a container's limit ends the
+    process."""
     meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(meminfo["MemAvailable"].split()[0]) << 10
+    return min([int(meminfo["MemAvailable"].split()[0]) << 10, *_free_bytes_of_cgroup()])
+
+
+def _free_bytes_of_cgroup() -> list[int]:
+    """Returns the bytes below the limit of the cgroup (v2, else v1), those of cached files included; nothing without a
+    limit."""
+    for folder, limit, used in (
+        (CGROUP, "memory.max", "memory.current"),
+        (CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        with suppress(OSError, ValueError):  # "max" is no number
+            cached = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            free = int((folder / limit).read_text()) - int((folder / used).read_text())
+            return [max(0, free + int(cached["inactive_file"]))]
+    return []
 
 
 def free_bytes(device: torch.device) -> int:

@@ -16,8 +16,9 @@ import torch
 from ...errors import Refused
 from ...specs import ComfySetup
 
+# Flags that workers are started without, and those that they turn off: they place weights themselves (`--highvram`
+# would have ComfyUI load to the GPU, and "offload" to it), and CUDA graphs and allocators must work with NCCL.
 VRAM_FLAGS = {"--cpu", "--gpu-only", "--highvram", "--normalvram", "--lowvram", "--novram"}
-# Flags that workers turn off: they place weights themselves, and CUDA graphs and allocators must work with NCCL.
 OFF = ("--disable-dynamic-vram", "--disable-comfy-compiler")
 ON = {"--enable-dynamic-vram", "--enable-comfy-compiler", "--cuda-malloc"}
 PACKAGES = ("comfy", "comfy_extras")
@@ -48,15 +49,13 @@ def import_comfyui(setup: ComfySetup, device: torch.device) -> None:
 
 
 def _flags(setup: ComfySetup, device: torch.device) -> list[str]:
-    """Returns the host's flags for a worker on this device. ComfyUI accepts no other VRAM flag with --cpu."""
+    """Returns the host's flags for a worker on this device."""
     import comfy.options
 
     known = Path(comfy.options.__file__).with_name("cli_args.py").read_text()  # ComfyUI exits for any other flag
     off = [flag for flag in OFF if f'"{flag}"' in known]
-    flags = [flag for flag in setup.flags if flag not in {*OFF, *ON, "--cpu"}]
-    if device.type != "cpu":
-        return [*flags, *off]
-    return ["--cpu", *(flag for flag in flags if flag not in VRAM_FLAGS), *off]
+    flags = [flag for flag in setup.flags if flag not in {*OFF, *ON, *VRAM_FLAGS}]
+    return [*(["--cpu"] if device.type == "cpu" else []), *flags, *off]
 
 
 def _check_off() -> None:
