@@ -115,7 +115,7 @@ def test_what_workers_do_not_share_is_off_whatever_a_user_chose_for_comfyui(
 
 @pytest.mark.parametrize("flag", ["--highvram", "--gpu-only", "--normalvram", "--lowvram", "--novram"])
 def test_workers_on_gpus_place_weights_whatever_comfyui_does_with_its_own(comfy: ComfyInstall, flag: str) -> None:
-    """With --highvram a worker loaded to its GPU what it should have kept in main memory, and "offload" freed nothing."""
+    """With --highvram a worker loaded what it should keep in main memory to its GPU, and "offload" freed nothing."""
     given = answer(comfy, GPU_FLAGS, comfy.root, [flag, "--force-fp16"])
     assert flag not in given
     assert given[0] == "--force-fp16"
