@@ -91,5 +91,5 @@ class PlanInputs:
         """Does the request leave open the devices, the degrees and the shares?"""
         request = self.request
         named = request.devices.strip(" ,") or request.ring_degree or request.ulysses_degree or request.cfg_degree
-        alone = request.data_degree <= 1 and request.pipeline_degree == request.nnodes == 1
+        alone = request.data_degree <= 1 and request.pipeline_degree <= 1 and request.nnodes == 1
         return not named and alone and are_automatic(request.shares) and self.network.divisible

@@ -67,9 +67,15 @@ def test_like_cards_are_all_used_and_nothing_is_compared(count: int) -> None:
     assert compared(plans) == ()
 
 
-def test_a_card_that_only_holds_the_others_up_is_left_out_and_all_ways_are_told_with_their_seconds() -> None:
+OPEN = [{}, {"pipeline_degree": 0}]  # a CP Parallel Config with its defaults, and a sampler without one
+
+
+@pytest.mark.parametrize("request_", OPEN, ids=str)
+def test_a_card_that_only_holds_the_others_up_is_left_out_and_all_ways_are_told_with_their_seconds(
+    request_: dict[str, object],
+) -> None:
     work, known = replace(WORK, prompts=2), link(FAST, CRAWLING, FAST, speed=2e8)
-    plans = plans_of(wish(3), work, known, capacity_of(80, 80, 80))
+    plans = plans_of(wish(3, **request_), work, known, capacity_of(80, 80, 80))
     best = plans[0]
     assert "cuda:1" in best.left_out
     assert best.seconds < CLEARLY * on_all(plans).seconds
@@ -127,13 +133,24 @@ def test_what_is_taken_is_the_best_to_an_estimates_noise_and_stays() -> None:
     assert nowhere
 
 
-def test_a_card_without_room_for_its_part_of_a_model_is_left_out_before_anything_was_measured() -> None:
-    plans = plans_of(wish(2), WORK, None, capacity_of(80.0, 0.5))
+@pytest.mark.parametrize("request_", OPEN, ids=str)
+def test_a_card_without_room_for_its_part_of_a_model_is_left_out_before_anything_was_measured(
+    request_: dict[str, object],
+) -> None:
+    plans = plans_of(wish(2, **request_), WORK, None, capacity_of(80.0, 0.5))
     best = plans[0]
     assert on_all(plans).seconds == math.inf
     assert devices(best) == ("cuda:0",)
     text = " ".join(compared(plans))
     assert text.startswith("Nothing is measured yet; with all devices the weights do not fit. Auto does not use cuda:1")
+
+
+@pytest.mark.parametrize("request_", OPEN, ids=str)
+def test_a_small_card_that_would_have_the_weights_offloaded_is_left_out(request_: dict[str, object]) -> None:
+    one_prompt = replace(wish(3, **request_), guided=False)
+    best = plans_of(one_prompt, WORK, link(FAST, FAST, FAST), capacity_of(80, 6, 80, host=64))[0]
+    assert best.left_out == ("cuda:1",)
+    assert best.weights.mode == "replicate"
 
 
 def test_a_model_that_fits_the_larger_card_only_is_where_it_is_soonest() -> None:
