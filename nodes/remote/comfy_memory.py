@@ -108,10 +108,11 @@ class GroupModel:
             patcher.model.device = CPU
 
     def evict_graphs(self) -> dict[str, int]:
-        """Has the workers drop this model's CUDA graphs. Returns the freed bytes by device."""
+        """Has the workers drop this model's CUDA graphs, except from a callback of a run. Returns the freed bytes by
+        device."""
         with runtime.exclusive(self.group) as group:
-            if group is None or self.group.models.get(self.spec) is not self:
-                return {}
+            if group is None or group.in_run or self.group.models.get(self.spec) is not self:
+                return {}  # to a callback of a run the workers do not listen; ComfyUI then detaches the model
             graph_bytes = [readings.recorded_bytes(self.spec.fingerprint) for readings in group.readings]
             if not any(graph_bytes):
                 return {}

@@ -20,7 +20,7 @@ from ..errors import ProtocolError, Refused
 from ..group.cluster import versions
 from ..group.endpoint import interface_of, parse
 from ..group.torchrun import Rendezvous, Torchrun
-from ..wire.messages import Denied, Invitation, Machine
+from ..wire.messages import Denied, Ended, Invitation, Machine
 from ..wire.tcp_channel import TOKEN_FILE, TcpChannel, read_key
 
 RETRY_SECONDS = 1.0
@@ -65,7 +65,14 @@ def serve_one_group(endpoint: str, key: str, devices: str = "", comfyui: str = "
         if isinstance(message, Denied):
             return f"ComfyUI's machine refuses this one: {message.reason}"
         assert isinstance(message, Invitation), message
-        return _run_workers(endpoint, key, channel, message)
+        try:
+            ended = _run_workers(endpoint, key, channel, message)
+        except OSError as error:  # of this machine, such as a full disk
+            ended = Ended(error=f"its workers cannot start: {error}"[:LINE_CHARACTERS])
+        if ended is None:
+            return "ComfyUI has ended the group"
+        channel.send(ended)
+        return f"this machine cannot help: {ended.error}" if ended.error else "the workers have ended"
     except (EOFError, OSError):
         return f"{endpoint} has no work; waiting"
     except ProtocolError:
@@ -74,7 +81,8 @@ def serve_one_group(endpoint: str, key: str, devices: str = "", comfyui: str = "
         channel.close()
 
 
-def _run_workers(endpoint: str, key: str, channel: TcpChannel, invitation: Invitation) -> str:
+def _run_workers(endpoint: str, key: str, channel: TcpChannel, invitation: Invitation) -> Ended | None:
+    """Runs the workers until they end, and returns how; None if ComfyUI ends them. Raises OSError."""
     log.info("[CP] joined: starting %d worker(s)", invitation.workers)
     host, _ = parse(endpoint)
     meeting = Rendezvous(
@@ -89,10 +97,7 @@ def _run_workers(endpoint: str, key: str, channel: TcpChannel, invitation: Invit
         torchrun.start(endpoint, invitation.token, meeting, key)
         while (ended := torchrun.ended()) is None and not channel.waiting():
             time.sleep(POLL_SECONDS)
-        if ended is None:
-            return "ComfyUI has ended the group"
-        channel.send(replace(ended, last_line=torchrun.last_line()[:LINE_CHARACTERS]))
-        return "the workers have ended"
+        return ended and replace(ended, last_line=torchrun.last_line()[:LINE_CHARACTERS])
     finally:
         torchrun.close()
 

@@ -117,15 +117,15 @@ class Cluster:
             with contextlib.suppress(queue.Empty):
                 self._admit(self.gate.arrivals.get(timeout=0.1))
         for index, machine in enumerate(self.machines, start=1):
-            machine.control.send(
-                Invitation(
-                    index=index,
-                    nnodes=self._placement.nnodes,
-                    workers=len(machine.devices),
-                    store=self._store_port,
-                    token=self._group_token,
-                )
+            invitation = Invitation(
+                index=index,
+                nnodes=self._placement.nnodes,
+                workers=len(machine.devices),
+                store=self._store_port,
+                token=self._group_token,
             )
+            with contextlib.suppress(OSError):  # a machine that left meanwhile is named by the check of the start
+                machine.control.send(invitation)
 
     @property
     def _command(self) -> str:

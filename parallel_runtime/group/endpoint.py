@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import array
 import errno
 import fcntl
 import socket
@@ -10,7 +10,9 @@ import struct
 
 from ..errors import Refused, quoted
 
-SIOCGIFADDR = 0x8915
+SIOCGIFCONF = 0x8912
+IFREQ_BYTES = 40
+MAX_ADDRESSES = 1024
 
 
 def split(endpoint: str) -> tuple[str, int]:
@@ -75,11 +77,10 @@ def interface_of(address: str) -> str:
 
 
 def addresses() -> dict[str, str]:
-    """Returns the network interface of each address of this machine; of an interface only its first address."""
-    interfaces: dict[str, str] = {}
+    """Returns the network interface of each address of this machine; an interface may have several."""
+    found = array.array("B", bytes(MAX_ADDRESSES * IFREQ_BYTES))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # an interface without an address
-                answer = fcntl.ioctl(sock, SIOCGIFADDR, struct.pack("256s", name.encode()))
-                interfaces.setdefault(socket.inet_ntoa(answer[20:24]), name)
-    return interfaces
+        answer = fcntl.ioctl(sock, SIOCGIFCONF, struct.pack("iP", len(found), found.buffer_info()[0]))
+    size = struct.unpack("iP", answer)[0]
+    entries = (found[start : start + IFREQ_BYTES].tobytes() for start in range(0, size, IFREQ_BYTES))
+    return {socket.inet_ntoa(entry[20:24]): entry[:16].split(b"\0")[0].decode() for entry in entries}

@@ -267,7 +267,8 @@ class Processes:
         for rank, channel in enumerate(self.channels):
             machine, place = divmod(rank, len(self._placement.devices))
             device, by_memory = self._devices[machine][place], shared or self._transport.through_main_memory
-            channel.send(Welcome(device, self._rendezvous.store, by_memory, setups[machine]))
+            with contextlib.suppress(OSError):  # a worker that died meanwhile is named where its answer is read
+                channel.send(Welcome(device, self._rendezvous.store, by_memory, setups[machine]))
 
     def _answer(self, kind: type[Answer], rank: int) -> Answer:
         try:
@@ -286,16 +287,19 @@ class Processes:
         """Raises WorkerStartError where a process has ended, or with `late` past the deadline."""
         if not self.running():
             # Of a worker that has ended torchrun may not know yet.
-            machine = next((machine for machine in self._machines if not machine.running()), self._torchrun)
+            number = next((number for number, machine in enumerate(self._machines) if not machine.running()), 0)
+            machine = self._machines[number]
             ended = machine.ended(GRACE_SECONDS) or Ended()
-            first = next(iter(ended.causes), None)
-            if first is not None and first.kind == "killed":  # its last line would be torchrun's, which says the same
-                reason = say("start.died", died=first.sentence(self.worker_name(first.rank)))
+            cause = next(iter(ended.causes), None) or machine.cause_of_death(number * len(self._placement.devices))
+            if cause.kind in ("killed", "torchrun"):  # its last line would be torchrun's, which says the same
+                reason = say("start.died", died=cause.sentence(self.worker_name(cause.rank)))
             else:
                 reason = _with_last_line(say("start.ended"), ended.error or machine.last_line())
             if machine.machine:
                 reason = say("on.machine", reason=reason, machine=machine.machine)
-            raise WorkerStartError(say("start.full", reason=reason) if self._torchrun.disk_full() else reason, first)
+            full = self._torchrun.disk_full()
+            known = cause if cause.kind != "gone" else None
+            raise WorkerStartError(say("start.full", reason=reason) if full else reason, known)
         if time.monotonic() > deadline:
             lines = filter(None, (machine.last_line() for machine in self._machines))
             raise WorkerStartError(_with_last_line(say("start.late", late=late), next(lines, "")))

@@ -23,6 +23,7 @@ from .vae_scenes import _cp_vae  # isort: skip
 
 demo, remote, routes = (node_module(name) for name in ("classes.cp_demo", "remote.sampling_run", "server.routes"))
 gguf, mapped = pack_module("parallel_runtime.loading.gguf"), pack_module("parallel_runtime.loading.mapped")
+readings = pack_module("parallel_runtime.wire.readings").Readings
 errors, specs = pack_module("parallel_runtime.errors"), pack_module("parallel_runtime.specs")
 runtime = pack_module("parallel_runtime.group.runtime").runtime
 
@@ -42,12 +43,15 @@ class UnetLoaderGGUF:
 def in_a_callback(rank: int, world: int, what: str) -> dict[str, Any]:
     """Somebody does `what` in the middle of a run: what becomes of that run and of the next one."""
     model = demo.CPDemoModel.execute().result[0]
+    recorded_bytes = readings.recorded_bytes
     try:
         want = _sampled(model)
+        readings.recorded_bytes = lambda *_: 1 << 20  # as on a GPU, where forwards are recorded as CUDA graphs
         group = runtime.live
         seen: list[Any] = []
         act = {
             "free": comfy.model_management.unload_all_models,
+            "free a little": _free_a_little,
             "load": lambda: comfy.model_management.load_models_gpu([demo.CPDemoModel.execute().result[0]]),
             "free by the page": lambda: seen.append(routes._unload_models()),
             "sample": lambda: _sampled(model),
@@ -75,7 +79,14 @@ def in_a_callback(rank: int, world: int, what: str) -> dict[str, Any]:
             "again": torch.equal(_sampled(model), want),
         }
     finally:
+        readings.recorded_bytes = recorded_bytes
         runtime.idle_seconds = 0
+
+
+def _free_a_little() -> None:
+    """Has ComfyUI free less than a model, for which it asks the model to unload a part of itself."""
+    device = torch.device("cpu")
+    comfy.model_management.free_memory(comfy.model_management.get_free_memory(device) + 1000, device)
 
 
 def _refused(seen: list[Any], act: Callable[[], Any]) -> None:

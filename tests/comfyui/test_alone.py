@@ -295,7 +295,7 @@ def test_conditions_of_a_native_samplers_run_are_forgotten_when_it_is_over(alone
 @pytest.mark.parametrize(
     ("what", "seen", "left"),
     [
-        ("free", [], 0), ("load", [], 1), ("free by the page", [None], 1), ("sample, and go on", [], 1),
+        ("free", [], 0), ("free a little", [], 0), ("load", [], 1), ("free by the page", [None], 1), ("sample, and go on", [], 1),
         ("sample natively", [], 1), ("decode", [True], 1), ("look", ["sampling"], 1), ("end when idle", [], 1),
     ],
 )  # fmt: skip

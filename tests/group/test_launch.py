@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import subprocess
 from dataclasses import replace
@@ -14,7 +15,9 @@ import pytest
 from parallel_runtime.accelerators import ACCELERATORS, CUDA
 from parallel_runtime.errors import WorkerStartError
 from parallel_runtime.group import launch
+from parallel_runtime.group.activity import Activity
 from parallel_runtime.group.launch import Processes
+from parallel_runtime.group.torchrun import Torchrun
 from parallel_runtime.group.worker_group import WorkerGroup
 from parallel_runtime.specs import ComfySetup, Parallelism, Placement
 from parallel_runtime.wire.channel import Channel
@@ -100,6 +103,34 @@ def test_a_group_that_cannot_start_says_why():
 def test_a_rank_that_is_killed_before_it_connects_is_named(monkeypatch):
     sabotage(monkeypatch, "1 connect SIGKILL")
     with pytest.raises(WorkerStartError, match=r"^worker rank 1 \(cpu\) was killed by SIGKILL.* while starting$"):
+        WorkerGroup(on_cpu(Parallelism(ulysses_degree=2)))
+
+
+def test_a_rank_that_is_killed_between_its_greeting_and_the_welcome_is_named(monkeypatch):
+    welcome = Processes._welcome
+
+    def too_late(self, comfy):
+        os.kill(self.pids[0], signal.SIGKILL)
+        assert self.channels[0].hung_up(20)
+        welcome(self, comfy)
+
+    monkeypatch.setattr(Processes, "_welcome", too_late)
+    activity = Activity()
+    with pytest.raises(WorkerStartError, match=r"^worker rank 0 \(cpu\) was killed by SIGKILL.* while starting"):
+        WorkerGroup(on_cpu(Parallelism(ulysses_degree=2)), activity=activity)
+    assert (activity.now.state, activity.now.loss.kind) == ("unstarted", "killed")
+
+
+def test_a_torchrun_that_is_killed_before_its_ranks_are_up_is_named(monkeypatch):
+    start = Torchrun.start
+
+    def killed(self, *arguments):
+        start(self, *arguments)
+        self.agent.kill()
+
+    monkeypatch.setattr(Torchrun, "start", killed)
+    says = r"^worker rank 0 \(cpu\) went away with torchrun, which was killed by SIGKILL while starting$"
+    with pytest.raises(WorkerStartError, match=says):
         WorkerGroup(on_cpu(Parallelism(ulysses_degree=2)))
 
 

@@ -7,6 +7,8 @@ import logging
 import resource
 import shutil
 import socket
+import struct
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -22,11 +24,11 @@ from parallel_runtime.errors import Refused, WorkerStartError
 from parallel_runtime.group import cluster
 from parallel_runtime.group import worker_group as group_module
 from parallel_runtime.group.cluster import MAX_UNPROVEN, Cluster, Gate, RemoteMachine, version_mismatches, versions
-from parallel_runtime.group.endpoint import listen, parse
+from parallel_runtime.group.endpoint import check, interface_of, listen, parse
 from parallel_runtime.group.worker_group import WorkerGroup
 from parallel_runtime.specs import Placement
 from parallel_runtime.wire import tcp_channel
-from parallel_runtime.wire.messages import Cancel, Ended, Machine
+from parallel_runtime.wire.messages import Cancel, Ended, Invitation, Machine
 from parallel_runtime.wire.tcp_channel import TOKEN, TOKEN_FILE, TcpChannel, read_key
 
 from ..groups import flux_job, spec_of
@@ -264,6 +266,58 @@ def test_a_machine_with_another_token_does_not_join(net, folder, monkeypatch, ca
             WorkerGroup(on_two_machines())
         assert f"{SECOND} was refused: its token differs" in caplog.text
         guest.wait_until_it_says("does not accept the token")
+
+
+def test_a_second_address_of_an_interface_is_one_of_this_machine(net):
+    subprocess.run(["ip", "address", "add", "10.77.0.9/24", "dev", "cable"], check=True)
+    check(f"10.77.0.9:{PORT}")
+    assert interface_of("10.77.0.9") == interface_of(FIRST) == "cable"
+    Gate("10.77.0.9", PORT, KEY).close()
+    with pytest.raises(Refused, match=f"no network interface of this machine has {SECOND}. It has: .*10.77.0.9"):
+        check(f"{SECOND}:{PORT}")
+
+
+def test_a_machine_that_has_no_room_for_its_workers_says_so_on_both_sides(gate, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", "/nowhere")
+    hosts = []
+
+    def host():
+        hosts.append(gate.arrivals.get(timeout=5))
+        assert hosts[0].greeting(Machine, 5)
+        hosts[0].send(Invitation(index=1, nnodes=2, workers=1, store=1, token="t"))
+
+    hosting = threading.Thread(target=host)
+    hosting.start()
+    said = serve_one_group(address_of(gate), KEY)
+    hosting.join()
+    assert "its workers cannot start: [Errno 2] No such file or directory: '/nowhere" in said
+    assert "No such file or directory" in hosts[0].receive()[0].error
+    hosts[0].close()
+
+
+def test_a_machine_that_leaves_before_it_is_asked_for_workers_is_named(monkeypatch):
+    monkeypatch.setenv(TOKEN, KEY)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    admit, guests = Cluster._admit, []
+
+    def call():
+        while not guests:
+            with contextlib.suppress(ConnectionRefusedError):
+                guests.append(TcpChannel.call(endpoint, read_key()))
+        guests[0].send(Machine(versions(), "", 0, ""))
+
+    def leave(self, channel):
+        admit(self, channel)
+        guests[0]._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        guests[0]._socket.close()  # by a reset, as of a machine that restarts: the next message to it cannot be sent
+        assert channel.hung_up(5)
+
+    monkeypatch.setattr(Cluster, "_admit", leave)
+    monkeypatch.setattr(group_module, "START_SECONDS", 15)
+    threading.Thread(target=call).start()
+    with pytest.raises(WorkerStartError, match=r"^the workers ended before they were up \(on 127.0.0.1\)$"):
+        WorkerGroup(Placement(devices=("cpu",), nnodes=2, rdzv_endpoint=endpoint))
 
 
 def test_another_version_there_is_an_error_that_names_both(net, folder, tmp_path):
