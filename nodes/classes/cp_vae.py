@@ -18,7 +18,7 @@ from ..describe.refused_event import announce_refusals
 from ..describe.vae import NotParallel, describe_vae
 from ..remote.comfy_memory import CPU, WeightlessPatcher, WorkerModel
 from ..remote.remote_vae import RemoteVAE, placement_for
-from ..server.settings import request_from
+from ..server.settings import refresh, request_from
 from .cp_config import CATEGORY, CPConfig
 
 log = logging.getLogger(__name__)
@@ -48,6 +48,7 @@ class CPVAE(io.ComfyNode):
     @classmethod
     @announce_refusals()
     def execute(cls, vae: Any, cp_config: ParallelRequest | None = None) -> io.NodeOutput:
+        refresh()
         request = None if cp_config is None else request_from(cp_config)
         placement_for(request)  # raises Refused before the rest of the graph runs
         return io.NodeOutput(parallel_vae(vae, request))

@@ -187,11 +187,12 @@ def _run(lease: Lease, plan: RunPlan, job: VAEJob, output: SharedOutput) -> Resu
 
 
 def placement_for(request: ParallelRequest | None) -> Placement:
-    """Returns a VAE's workers: the requested ones, else the live group, else one on every device. Raises Refused."""
+    """Returns a VAE's workers: the requested ones, else the live group, else one on each default device. Raises
+    Refused."""
     group = runtime.live
     live = group.placement if group is not None else None
     if request is None:
-        return live or plan_without_model(ParallelRequest()).placement
+        return live or plan_without_model(ParallelRequest(devices=runtime.default_devices)).placement
     placement = plan_without_model(replace(request, shares="equal")).placement
     if live is not None and request.by_heads and set(live.devices) <= set(placement.devices):
         return live  # a sampler's model may need fewer

@@ -68,7 +68,8 @@ async def get_help(request: web.Request) -> web.Response:
 async def stop(_: web.Request) -> web.Response:
     """Cancels the run in the workers, like ComfyUI's /interrupt; they stay warm."""
     running, _waiting = PromptServer.instance.prompt_queue.get_current_queue_volatile()
-    if runtime.status().state not in BUSY or not running:
+    state = runtime.status().state
+    if state not in BUSY or (state == "starting" and not runtime.awaited) or not running:
         return _error("no run uses the workers")
     comfy.model_management.interrupt_current_processing()
     return web.json_response({"stopped": True})

@@ -93,6 +93,7 @@ def _apply(version: tuple[int, int] | None) -> Settings:
         runtime.stall_seconds = settings.StallSeconds or Settings.StallSeconds
     if not os.environ.get("CP_IDLE_SECONDS", "").strip():
         runtime.idle_seconds = settings.IdleSeconds
+    runtime.default_devices = settings.Devices
     level = settings.LogLevel
     for package in PACKAGES:  # by default as ComfyUI's own
         logging.getLogger(package).setLevel(level if level in LEVELS and level != Settings.LogLevel else "NOTSET")
@@ -115,14 +116,19 @@ def _read() -> Any:
 def _from_environment() -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, variable in (("RingDegree", "CP_RING_DEGREE"), ("UlyssesDegree", "CP_ULYSSES_DEGREE")):
-        if (text := os.environ.get(variable, "").strip()).isdecimal():
+        text = os.environ.get(variable, "").strip()
+        if text.isdecimal() and len(text) < 10 and int(text) <= MAX_DEGREE:
             values[name] = int(text)
+        elif text:
+            log.warning(
+                "[CP] %s=%r is not a degree from 0 to %d; the saved setting is used", variable, text, MAX_DEGREE
+            )
     if (level := os.environ.get("CP_LOG_LEVEL", "").strip().upper()) in LEVELS:
         values["LogLevel"] = level
     if devices := os.environ.get("CP_DEVICES", "").strip():
         values["Devices"] = devices
     if start := os.environ.get("CP_START_WITH_COMFYUI", "").strip():
-        values["StartWithComfyUI"] = start not in OFF
+        values["StartWithComfyUI"] = start.lower() not in OFF
     return values
 
 

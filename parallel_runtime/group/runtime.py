@@ -35,6 +35,8 @@ class Runtime:
         self.group: WorkerGroup | None = None  # only to inspect; `borrowed` to use it
         self.stall_seconds = STALL_SECONDS
         self.idle_seconds = IDLE_SECONDS
+        self.default_devices = ""  # of a VAE without a CP Parallel Config
+        self.awaited = False  # a run uses the group, or waits for it
         self.first_seen: WeakKeyDictionary[Any, tuple[SourceFile, ...]] = WeakKeyDictionary()  # of loaded networks
         self.profiles: dict[Placement, DeviceProfile] = {}  # what each group measured when it met
         self.last_auto_placement: dict[Placement, Placement] = {}  # by all devices, those that auto chose last
@@ -69,13 +71,14 @@ class Runtime:
             return True
 
         self._activity.request_run()
-        with self._locked(go_on):
-            if self.group is not None and self.group.in_run:
-                raise Refused("workers.busy")
-            try:
+        self.awaited = True
+        try:
+            with self._locked(go_on):
+                if self.group is not None and self.group.in_run:
+                    raise Refused("workers.busy")
                 yield self._current(placement, comfy, watch)
-            finally:
-                self._last_used_at = time.monotonic()
+        finally:
+            self.awaited, self._last_used_at = False, time.monotonic()
 
     @contextmanager
     def exclusive(self, group: WorkerGroup) -> Iterator[WorkerGroup | None]:

@@ -18,6 +18,7 @@ VAE, TOGETHER = "tests.comfyui.vae_scenes:", "tests.comfyui.together_scenes:"
 RESIDENCE, SAMPLER = "tests.comfyui.residence_scenes:", "tests.comfyui.sampler_scenes:"
 CODE = "tests.comfyui.code_scenes:"
 CALLBACK, CONTROL = "tests.comfyui.callback_scenes:", "tests.comfyui.control_scenes:"
+SETTING = "tests.comfyui.setting_scenes:"
 REPLACED, LOADING = "tests.comfyui.replaced_scenes:", "tests.comfyui.loading_scenes:"
 SHARED_OUT = ["nothing", "no patches", "an empty list", "several empty lists"]
 
@@ -25,7 +26,9 @@ SHARED_OUT = ["nothing", "no patches", "an empty list", "several empty lists"]
 @pytest.fixture(scope="module")
 def processes(comfy: ComfyInstall) -> Iterator[Ranks]:
     """That have ComfyUI and our pack imported."""
-    scenes = ("vae", "together", "residence", "sampler", "code", "callback", "control", "replaced", "loading")
+    scenes = (
+        "vae", "together", "residence", "sampler", "code", "callback", "control", "replaced", "loading", "setting",
+    )  # fmt: skip
     modules = [f"tests.comfyui.{name}_scenes" for name in scenes]
     ranks = Ranks(comfy.python, modules, {"COMFYUI_PATH": str(comfy.root)})
     yield ranks
@@ -295,7 +298,8 @@ def test_conditions_of_a_native_samplers_run_are_forgotten_when_it_is_over(alone
 @pytest.mark.parametrize(
     ("what", "seen", "left"),
     [
-        ("free", [], 0), ("free a little", [], 0), ("load", [], 1), ("free by the page", [None], 1), ("sample, and go on", [], 1),
+        ("free", [], 0), ("free a little", [], 0), ("load", [], 1), ("free by the page", [None], 1),
+        ("sample, and go on", [], 1),
         ("sample natively", [], 1), ("decode", [True], 1), ("look", ["sampling"], 1), ("end when idle", [], 1),
     ],
 )  # fmt: skip
@@ -404,3 +408,31 @@ def test_a_checkpoint_is_not_loaded_to_a_gpu_before_it_is_used(alone: Group, tmp
     path = checkpoints.write(tmp_path, "flux_dev", prefix="model.diffusion_model.")
     (answer,) = alone.run(f"{LOADING}at_once", path=str(path))
     assert answer == {"views": True, "loaded": 0, "restored": True}
+
+
+@pytest.mark.parametrize("text", ["0", "False", "FALSE", "No", "off", "Off"])
+def test_workers_do_not_start_with_comfyui_where_the_environment_says_no(alone: Group, text: str) -> None:
+    variables = {"CP_START_WITH_COMFYUI": text}
+    made = alone.run(f"{SETTING}chosen", name="StartWithComfyUI", saved=True, variables=variables)
+    assert made == [[False, []]]
+
+
+@pytest.mark.parametrize("text", ["100", "-1", "two", "9" * 5000])
+def test_a_degree_in_the_environment_that_is_none_is_warned_about_and_the_saved_one_is_used(
+    alone: Group, text: str
+) -> None:
+    variables = {"CP_RING_DEGREE": text}
+    ((degree, warned),) = alone.run(f"{SETTING}chosen", name="RingDegree", saved=2, variables=variables)
+    assert degree == 2
+    assert warned == [f"[CP] CP_RING_DEGREE={text!r} is not a degree from 0 to 64; the saved setting is used"]
+
+
+def test_a_vae_without_a_config_runs_on_the_default_devices_as_a_sampler_does(alone: Group) -> None:
+    assert alone.run(f"{SETTING}default_devices", devices="cpu,cpu") == [[["cpu", "cpu"]] * 2]
+
+
+@pytest.mark.parametrize("awaited", [True, False])
+def test_stop_while_workers_start_interrupts_the_prompt_that_awaits_them_and_no_other(
+    alone: Group, awaited: bool
+) -> None:
+    assert alone.run(f"{SETTING}stopped_while_workers_start", awaited=awaited) == [[200 if awaited else 409, awaited]]
