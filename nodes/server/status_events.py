@@ -36,7 +36,7 @@ def status_json(now: Status) -> dict[str, Any]:
         **{name: getattr(now, name) for name in STATUS_FIELDS},
         "sentence": to_json(now.reason),
         "text": status_text(now),
-        "elapsed": time.time() - now.since,
+        "elapsed": time.monotonic() - now.began_at,
         "loss": asdict(now.loss) if now.loss else None,
         "help": help_page(now),
         "world_size": now.placement.world_size if now.placement else 0,

@@ -150,8 +150,9 @@ class Activity:
         return Loss(rank=cause.rank, kind=cause.kind, words=tuple(line.text for line in lines))
 
     def _set_state(self, state: State, **known: Any) -> None:
-        since = self.now.since if state == self.now.state else time.time()
-        self._replace_status(replace(self.now, state=state, since=since, **known))
+        if state != self.now.state:
+            known |= {"since": time.time(), "began_at": time.monotonic()}
+        self._replace_status(replace(self.now, state=state, **known))
 
     def _replace_status(self, now: Status) -> None:
         """Replaces the status; only the history is kept."""
@@ -166,7 +167,7 @@ class Activity:
         if self.now.state == "loading":
             self._set_state("sampling")
         self._change(step=step + 1, steps=total)
-        self.history.step_done(self.now, time.time())
+        self.history.step_done(self.now, time.monotonic())
         self._change(runs=self.history.runs)
 
     def _change(self, **known: Any) -> None:

@@ -75,13 +75,15 @@ class Run:
 class Status:
     """The status of the group. `reason` says why it died or ended. `step` of `steps` counts sampling steps, frames of a
     VAE's video, or workers that are up in this `stage` of a start; both are 0 where the sampler runs in ComfyUI's
-    process. `since` is the time, in seconds of the epoch, at which `state` began."""
+    process. `since` is the time, in seconds of the epoch, at which `state` began, and `began_at` the same by
+    time.monotonic: the clock of the epoch may be set meanwhile."""
 
     state: State = "none"
     stage: Stage = ""
     loss: Loss | None = None
     reason: str = ""
     since: float = field(default_factory=lambda: time.time())
+    began_at: float = field(default_factory=lambda: time.monotonic())
     placement: Placement | None = None
     degrees: Parallelism | None = None
     model: str = ""

@@ -103,7 +103,7 @@ class History:
     def state_changed(self, before: Status, now: Status) -> None:
         """The group's state has changed from `before` to `now`."""
         if before.state in TIMED:
-            phase = (before.state, max(0.0, now.since - before.since))
+            phase = (before.state, now.began_at - before.began_at)
             self._replace_last(replace(self.runs[-1], phases=(*self.runs[-1].phases, phase)))
         if now.state in WORK:
             self._split_off_early_start()
@@ -122,7 +122,7 @@ class History:
             self._ended(before, now.state)
 
     def step_done(self, now: Status, at: float) -> None:
-        """Another step is done."""
+        """Another step is done, `at` this time by time.monotonic."""
         first, began = self._first_step = self._first_step or (now.step, at)
         run = replace(self.runs[-1], tokens=self.size.tokens)
         pace = (at - began) / (now.step - first) if now.step > first else run.step_seconds

@@ -11,7 +11,7 @@ from torch import zeros
 from parallel_runtime.errors import Cause, ParallelError, WorkerDied, WorkerStartError, say
 from parallel_runtime.group import activity as activity_module
 from parallel_runtime.group.activity import Activity
-from parallel_runtime.group.history import HISTORY_LENGTH, Size
+from parallel_runtime.group.history import HISTORY_LENGTH, History, Size
 from parallel_runtime.jobs import EvaluationJob, VAEJob
 from parallel_runtime.specs import ModelSpec, Parallelism, Placement
 from parallel_runtime.wire.messages import Done, Heartbeat, Joined, Step
@@ -36,11 +36,12 @@ RUN: Any = object()  # the kind of a job decides nothing here
 
 
 class Clock:
-    """What the page is told of seconds goes by `time.time`."""
+    """`time.time`, which somebody may have `set_back`, and `time.monotonic`, which always goes on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 1000.0
-        monkeypatch.setattr(activity_module.time, "time", lambda: self.now)
+        self.now, self.set_back = 1000.0, 0.0
+        monkeypatch.setattr(activity_module.time, "time", lambda: self.now - self.set_back)
+        monkeypatch.setattr(activity_module.time, "monotonic", lambda: self.now)
 
     def after(self, seconds: float) -> None:
         self.now += seconds
@@ -74,6 +75,21 @@ def sample(
         activity.receive(0, Step(1, step, steps))
     activity.receive(0, Done(1, seconds=0.0, load_seconds=0.0))
     activity.end_request(job)
+
+
+def test_a_clock_that_is_set_back_in_the_middle_of_a_run_changes_no_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    activity, run = started(clock), History.step_done
+
+    def set_back(*arguments: Any) -> None:
+        clock.set_back = 3600.0
+        run(*arguments)
+
+    monkeypatch.setattr(History, "step_done", set_back)
+    sample(activity, clock, seconds=1.5)
+    last = activity.now.runs[-1]
+    assert last.step_seconds == 1.5
+    assert dict(last.phases) == {"starting": 3.0, "loading": 2.0, "sampling": 9.5}
 
 
 def test_a_native_samplers_run_goes_on_however_long_it_computes_between_two_evaluations(
