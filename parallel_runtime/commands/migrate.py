@@ -29,7 +29,7 @@ NATIVE = {ours: native for native, ours in REPLACEMENTS.items()}
 CONFIG = "CPParallelConfig"
 ALWAYS = 0  # the mode of a node that is neither muted nor bypassed
 SOCKET = {"name": "cp_config", "type": "CP_CONFIG", "shape": 7, "link": None}  # 7: drawn as optional
-TARGET_SLOT = 4  # in a link that is a list: number, origin, its slot, target, its slot, type
+LINK = ("id", "origin_id", "origin_slot", "target_id", "target_slot", "type")  # in a link that is a list
 NAME = "Node name for S&R"
 ORIGIN = ("cnr_id", "aux_id", "ver")  # which pack a node is of, and which version of it
 
@@ -139,8 +139,12 @@ def _under(value: Any, *keys: str) -> Any:
     return value
 
 
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
 def _items(value: Any) -> list[Json]:
-    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+    return [item for item in _list(value) if isinstance(item, dict)]
 
 
 def _swap_nodes(graph: Json, place: str, names: dict[str, str]) -> Iterator[Change]:
@@ -153,33 +157,31 @@ def _swap_nodes(graph: Json, place: str, names: dict[str, str]) -> Iterator[Chan
         if names is NATIVE:
             _disconnect(graph, node)
             continue
-        inputs = node.get("inputs")
-        node["inputs"] = [*(inputs if isinstance(inputs, list) else []), dict(SOCKET)]
+        node["inputs"] = [*_list(node.get("inputs")), dict(SOCKET)]
         if len(configs) == 1 and "id" in node:  # a node of an old group has none
             _connect(graph, configs[0], node)
 
 
 def _disconnect(graph: Json, node: Json) -> None:
     """Removes the cp_config socket of `node` with its link; links to later sockets get their new numbers."""
-    sockets = _items(node.get("inputs"))
-    index = next((index for index, socket in enumerate(sockets) if socket.get("name") == SOCKET["name"]), None)
+    sockets = _list(node.get("inputs"))
+    index = next((index for index, socket in enumerate(sockets) if _under(socket, "name") == SOCKET["name"]), None)
     if index is None:
         return
-    number = _number(node["inputs"].pop(index).get("link"))
+    number = _number(sockets.pop(index).get("link"))
     links = graph.get("links")
     if not isinstance(links, list):
         return
-    graph["links"] = links = [link for link in links if not number or _number_of(link) != number]
+    graph["links"] = links = [link for link in links if not number or _number(_of_link(link, "id")) != number]
     for link in links:
-        key: Any = "target_slot" if isinstance(link, dict) else TARGET_SLOT
-        target = link.get("target_id") if isinstance(link, dict) else link[TARGET_SLOT - 1] if link else None
-        if "id" in node and target == node["id"] and link[key] > index:
-            link[key] -= 1
+        slot = _number(_of_link(link, "target_slot"))
+        if "id" in node and _of_link(link, "target_id") == node["id"] and slot > index:
+            link["target_slot" if isinstance(link, dict) else LINK.index("target_slot")] = slot - 1
     for output in (output for other in _items(graph.get("nodes")) for output in _items(other.get("outputs"))):
-        if number in (output.get("links") or []):
+        if number in _list(output.get("links")):
             output["links"] = [link for link in output["links"] if link != number] or None
     for border in _items(graph.get("inputs")):  # of a subgraph
-        if number in (border.get("linkIds") or []):
+        if number in _list(border.get("linkIds")):
             border["linkIds"].remove(number)
 
 
@@ -193,7 +195,7 @@ def _connect(graph: Json, config: Json, node: Json) -> None:
         return
     state = _under(graph, "state")
     by_name = isinstance(state, dict) or any(isinstance(link, dict) for link in links)
-    number = 1 + max([0, *map(_number_of, links)])
+    number = 1 + max([0, *(_number(_of_link(link, "id")) for link in links)])
     where = {
         "origin_id": config["id"],
         "origin_slot": 0,
@@ -207,14 +209,12 @@ def _connect(graph: Json, config: Json, node: Json) -> None:
     elif "last_link_id" in graph:
         graph["last_link_id"] = max(number, _number(graph["last_link_id"]))
     node["inputs"][-1]["link"] = number
-    outputs[0]["links"] = [*(outputs[0].get("links") or []), number]
+    outputs[0]["links"] = [*_list(outputs[0].get("links")), number]
 
 
-def _number_of(link: Any) -> int:
-    """Returns the number of a link in either form; 0 where there is none, as in the gaps of a list."""
-    if isinstance(link, dict):
-        return _number(link.get("id"))
-    return _number(link[0]) if isinstance(link, list) and link else 0
+def _of_link(link: Any, name: str) -> Any:
+    """Returns this of LINK, of a link in either form; None where there is none, as in the gaps of a list."""
+    return dict(zip(LINK, link, strict=False)).get(name) if isinstance(link, list) else _under(link, name)
 
 
 def _number(value: Any) -> int:
@@ -237,10 +237,10 @@ def _swap_on_canvas(node: Json, after: str, place: str) -> Change:
 def _swap_call(name: str, call: Json, names: dict[str, str], config: str | None) -> Change:
     before, after = call["class_type"], names[call["class_type"]]
     call["class_type"] = after
-    if isinstance(call.get("inputs"), dict):
-        call["inputs"].pop(SOCKET["name"], None)
+    inputs = call["inputs"] if isinstance(call.get("inputs"), dict) else {}
+    inputs.pop(SOCKET["name"], None)
     if config is not None:
-        call["inputs"] = {**(call.get("inputs") or {}), SOCKET["name"]: [config, 0]}
+        call["inputs"] = {**inputs, SOCKET["name"]: [config, 0]}
     if isinstance(meta := call.get("_meta"), dict) and meta.get("title") == before:  # else the user chose it
         meta["title"] = after
     return Change(node=name, before=before, after=after)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -208,6 +212,31 @@ def test_sockets_behind_the_config_keep_their_links() -> None:
     assert after["links"] == [[9, 4, 0, 1, 0, "MODEL"], [3, 4, 1, 1, 1, "INT"], [6, 8, 0, 7, 1, "CP"], None]
     assert [socket["name"] for socket in after["nodes"][0]["inputs"]] == ["model", "seed"]
     assert after["nodes"][1]["outputs"][0]["links"] == [6]
+
+
+ODD = [None, [], {}, "x", "7", 5, -1, 1.5, True, [None], {"a": 1}, [3, 4, 0, 1]]
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_a_damaged_file_is_migrated_or_refused_with_a_sentence(back: bool) -> None:
+    whole = {**canvas(), "last_link_id": 9, "links": [[5, 8, 0, 1, 0, "CP_CONFIG"], LINK]}
+    whole["nodes"].append({**copy.deepcopy(CONFIG), "outputs": [{"name": "cp_config", "links": [5]}]})
+    prompt = {**API, "9": {"class_type": "CPParallelConfig", "inputs": {}}}
+    for graph in (whole, prompt, migrated(whole)[0], migrated(prompt)[0]):
+        for *owners, last in places(graph):
+            for odd in ODD:
+                damaged = copy.deepcopy(graph)
+                functools.reduce(lambda value, key: value[key], owners, damaged)[last] = odd
+                with contextlib.suppress(ValueError):
+                    migrated(damaged, back=back)
+
+
+def places(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The keys that lead to each value in this JSON."""
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in parts:
+        yield (*above, key)
+        yield from places(part, (*above, key))
 
 
 @pytest.mark.parametrize("content", [[], "text", {}, {"a": 1}, {"1": {"inputs": {}}}, {"nodes": {}}, {"1": None}])
