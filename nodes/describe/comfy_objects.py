@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from functools import reduce
+from functools import cache, reduce
 from numbers import Number
 from types import CellType, FunctionType, MethodType
 from typing import Any
@@ -21,6 +21,7 @@ import comfy.samplers
 import torch
 from comfy.controlnet import ControlBase
 from comfy.gligen import Gligen
+from comfy.model_management import cast_to_device
 from comfy.model_patcher import ModelPatcher
 
 from ...parallel_runtime.errors import Refused
@@ -207,9 +208,27 @@ def _describe_by_name(value: Any, what: str) -> dict[str, Any] | None:
     return None
 
 
+def _merged_weight(weight: Any, convert: MethodType) -> tuple[Any, Callable[..., Any]]:
+    """Returns a weight of a merged model with a function that leaves it as it is, for one with the method of its layer
+    that dequantizes it: no layer can be sent. It is dequantized as ComfyUI does it to merge it, in float32."""
+    if isinstance(weight, torch.Tensor) and (type(weight.data) is not torch.Tensor or weight.itemsize == 1):
+        weight = convert(cast_to_device(weight, weight.device, torch.float32, copy=True), inplace=True)
+    return weight, _unconverted()
+
+
+@cache
+def _unconverted() -> Callable[..., Any]:
+    """Returns the function that ComfyUI has beside a merged weight whose layer converts nothing."""
+    cpu = torch.device("cpu")
+    function: Callable[..., Any] = ModelPatcher(torch.nn.Linear(1, 1), cpu, cpu).get_key_patches()["weight"][0][1]
+    return function
+
+
 def _describe_container(value: Any, what: str, inner: Callable[[Any], Any]) -> Any:
     if isinstance(value, torch.Size):
         return tuple(value)
+    if type(value) is tuple and len(value) == 2 and isinstance(value[1], MethodType):
+        value = _merged_weight(*value)
     if type(value) in (list, tuple):
         return type(value)([inner(part) for part in value])
     if type(value) is dict:

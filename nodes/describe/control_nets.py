@@ -15,7 +15,7 @@ from comfy.controlnet import ControlBase, ControlLora, ControlNet, ControlNetSD3
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
-from .model_files import find_file, source_file
+from .model_files import source_file
 
 Conds = Mapping[str, list[dict[str, Any]]]  # a guider's conditions: for each name, such as positive, ComfyUI's dicts
 
@@ -80,7 +80,8 @@ def describe_control_net(
     encode. `inner` describes the values within it. Returns None where the hint is encoded anew at each evaluation.
     Raises LookupError where no file has its weights, Refused where the file has changed."""
     network, weights, hint = network_of(control), weights_of(control), None
-    file = find_file(FOLDER, weights) if network is None else source_file(FOLDER, network, weights)
+    owner = next(iter(weights), control) if network is None else network  # copies of a Control-LoRA share its weights
+    file = source_file(FOLDER, owner, weights)
     if control.vae is not None and latent is not None:
         hint = _encode_hint(control, latent)
         if any(hint.shape[dim] != latent[dim] * control.compression_ratio for dim in (2, 3)):

@@ -32,6 +32,7 @@ from ...parallel_runtime.architectures.partition import Load
 from ...parallel_runtime.architectures.row_plan import RowArchitecture
 from ...parallel_runtime.architectures.stage_units import units_of, why_not_in_patches
 from ...parallel_runtime.errors import Refused
+from ...parallel_runtime.group.payload_cache import check_size
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.loading import gguf
 from ...parallel_runtime.loading.fingerprint import stat_file
@@ -263,7 +264,7 @@ def _files(model: ModelPatcher, arguments: tuple[Any, ...]) -> tuple[SourceFile,
     for path in paths:
         if not os.path.exists(path):
             raise Refused("model.gone", path=path)
-    files = tuple(stat_file(os.path.realpath(path)) for path in paths if os.path.isfile(path))
+    files = tuple(stat_file(path) for path in paths if os.path.isfile(path))
     if model.model not in runtime.first_seen and all(_still_has_weights(file.path, model) for file in files):
         runtime.first_seen[model.model] = files
     if runtime.first_seen.get(model.model) != files:
@@ -304,6 +305,7 @@ def describe_weight_patches(model: ModelPatcher) -> dict[str, list[Any]]:
             described[key] = [Describer().describe(patch, f"the LoRA or merge on {key}") for patch in patches]
     except Unsendable as unsendable:
         raise Refused("model.weights", reason=unsendable.sentence) from None
+    check_size(described)
     return described
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ...parallel_runtime.architectures.split_plan import SplitLike
 from ...parallel_runtime.errors import Refused, quoted
+from ...parallel_runtime.group.payload_cache import check_size
 from ...parallel_runtime.jobs import TWO_MODEL_GUIDERS, SamplingJob
 from ...parallel_runtime.loading.random_states import random_states
 from .batch_coupling import couples_by_masks, is_batch_coupled
@@ -169,7 +170,9 @@ def describe_conds(conds: Conds, options: dict[str, Any], latent: tuple[int, ...
         name: [{key: value for key, value in cond.items() if key != "uuid"} for cond in prompt]
         for name, prompt in conds.items()
     }
-    return Describer(latent).describe(sendable, what)
+    described = Describer(latent).describe(sendable, what)
+    check_size(described)
+    return described
 
 
 def _describe_model_sampling(sampling: torch.nn.Module) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from ..planning.device_names import parse_devices
 from ..specs import ComfySetup, Placement
 from ..wire.messages import Denied, Ended, Invitation, Machine
 from ..wire.tcp_channel import TcpChannel, prove, read_key
-from .endpoint import interface_of, listen, parse
+from .endpoint import addresses, interface_of, listen, parse
 from .torchrun import GRACE_SECONDS, PACKAGE, Rendezvous
 
 END_REPORT_SECONDS = 1.5
@@ -101,6 +101,12 @@ class Cluster:
             "[CP] waiting at %s for %d other machine(s); on each run: %s",
             self._placement.rdzv_endpoint, missing, self._command,
         )  # fmt: skip
+        if self._address.startswith("127."):
+            has = ", ".join(address for address in sorted(addresses()) if not address.startswith("127.")) or "none"
+            log.warning(
+                "[CP] no other machine can reach %s, which is this machine's loopback; its other addresses: %s",
+                self._address, has,
+            )  # fmt: skip
         while len(self.machines) < missing:
             watch()
             if time.monotonic() > deadline:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import os
+from functools import cache
 
 log = logging.getLogger(__name__)
 
@@ -30,11 +31,17 @@ def limits_by_worker(variable: str, unit: str, workers: int) -> tuple[float, ...
     text = os.environ.get(variable, "").strip()
     numbers = [_number(one) for one in text.split(",")] if text else []
     if None in numbers:
-        log.warning("[CP] %s=%r is not a %s; it is ignored", variable, text, unit)
+        _warn_of_invalid(variable, text, unit)
         return ()
     known = [number or math.inf for number in numbers]
     each = known if len(known) == workers else [min(known, default=math.inf)] * workers
     return tuple(each) if min(each) < math.inf else ()
+
+
+@cache
+def _warn_of_invalid(variable: str, text: str, unit: str) -> None:
+    """Logs a value that is ignored: once, though it is read several times a run."""
+    log.warning("[CP] %s=%r is not a %s; it is ignored", variable, text, unit)
 
 
 def _number(text: str) -> float | None:

@@ -15,6 +15,14 @@ from ..errors import Refused
 from ..jobs import MAX_CACHED_CONDS, EvaluationJob, Job, SamplingJob, VAEJob
 from ..request import AfterSampling
 from ..specs import ModelSpec
+from ..wire.bundles import LIMIT, too_large
+
+
+def check_size(value: Any) -> None:
+    """Raises Refused for weights or conditions with more bytes than one bundle may have, before workers start."""
+    sizes = {id(leaf): leaf.nbytes for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)}
+    if (total := sum(sizes.values())) > LIMIT:
+        raise too_large(total)
 
 
 class PayloadCache:

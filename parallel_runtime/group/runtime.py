@@ -7,10 +7,11 @@ import atexit
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
+
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import ParallelError, Refused, WorkerDied, say
 from ..planning.device_profile import DeviceProfile
@@ -37,7 +38,7 @@ class Runtime:
         self.idle_seconds = IDLE_SECONDS
         self.default_devices = ""  # of a VAE without a CP Parallel Config
         self.awaited = False  # a run uses the group, or waits for it
-        self.first_seen: WeakKeyDictionary[Any, tuple[SourceFile, ...]] = WeakKeyDictionary()  # of loaded networks
+        self.first_seen: MutableMapping[Any, tuple[SourceFile, ...]] = WeakIdKeyDictionary()  # of loaded networks
         self.profiles: dict[Placement, DeviceProfile] = {}  # what each group measured when it met
         self.last_auto_placement: dict[Placement, Placement] = {}  # by all devices, those that auto chose last
         self._activity = Activity()

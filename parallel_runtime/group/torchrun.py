@@ -173,7 +173,11 @@ class OutputReader:
         """Makes a FIFO and reads it. A writer is kept open here, so that opening it never blocks."""
         os.mkfifo(fifo, 0o600)
         writer = os.open(fifo, os.O_RDWR)
-        return cls(open(fifo, "rb"), take, writer)
+        try:
+            return cls(open(fifo, "rb"), take, writer)
+        except OSError:  # such as too many open files
+            os.close(writer)
+            raise
 
     def end(self, seconds: float) -> None:
         """Waits so long for the remaining output of a process that has ended. Idempotent."""

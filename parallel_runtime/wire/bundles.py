@@ -51,7 +51,7 @@ def write_bundle(value: Any) -> int:
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))  # keeps every view aligned
     header, offsets, total = _layout(tree, tensors)
     if total > LIMIT:
-        raise Refused("payload.size", size=f"{total / 2**30:.1f}", limit=f"{LIMIT / 2**30:.1f}")
+        raise too_large(total)
     fd = empty_bundle(total)
     try:
         with mmap.mmap(fd, total) as memory:
@@ -64,6 +64,10 @@ def write_bundle(value: Any) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def too_large(size: int) -> Refused:
+    return Refused("payload.size", size=f"{size / 2**30:.1f}", limit=f"{LIMIT / 2**30:.1f}")
 
 
 def empty_bundle(size: int) -> int:

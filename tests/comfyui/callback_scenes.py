@@ -186,3 +186,10 @@ def folders_after_a_gguf(rank: int, world: int, folder: str) -> dict[str, Any]:
         "folders": folder_paths.get_folder_paths("diffusion_models") == before,
         "names": folder_paths.get_filename_list("diffusion_models") == listed,
     }
+
+
+def path_of_a_link(rank: int, world: int, folder: str) -> str:
+    """The path by which workers are told of a file that ComfyUI loads by a link to it."""
+    os.symlink(demo.MODEL, link := os.path.join(folder, "chosen.safetensors"))
+    (file,) = node_module("describe.model").model_spec(comfy.sd.load_diffusion_model(link)).files
+    return file.path

@@ -16,6 +16,7 @@ from .comfy import OUR_ROOT
 from .pack import node_module, pack_module
 
 import comfy.clip_vision  # isort: skip  # the pack's module has made ComfyUI importable
+import comfy.hooks  # isort: skip
 import comfy.model_base  # isort: skip
 import comfy.samplers  # isort: skip
 from comfy.model_patcher import ModelPatcher  # isort: skip
@@ -108,6 +109,24 @@ def folder_after_a_pack_has_gone_elsewhere(rank: int, world: int) -> list[str]:
         return [before, workers.comfy_setup().folder]
     finally:
         os.chdir(folder)
+
+
+def too_large(rank: int, world: int, of_hook: bool) -> str:
+    """Why a merge, or a hook with a model as LoRA, of 22 GiB is refused before workers start."""
+    weights = {f"w{index}": torch.zeros(1, dtype=torch.bfloat16).expand(1 << 27) for index in range(88)}
+    try:
+        if of_hook:
+            hooks = comfy.hooks.create_hook_model_as_lora(weights, None, 0.5, 0.0)
+            node_module("describe.sampling_job").describe_conds({"positive": [{"hooks": hooks}]}, {}, None)
+        model, cpu = torch.nn.Module(), torch.device("cpu")
+        for name, weight in weights.items():
+            model.register_parameter(name, torch.nn.Parameter(weight, requires_grad=False))
+        patcher = ModelPatcher(model, cpu, cpu)
+        patcher.add_patches(patcher.get_key_patches(), 0.3, 0.7)
+        node_module("describe.model").describe_weight_patches(patcher)
+    except errors.Refused as refused:
+        return f"{refused.code}: {refused}"
+    return ""
 
 
 def couples_frames(rank: int, world: int, name: str) -> list[bool]:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+import safetensors.torch
 import torch
 from torch import nn
 
 from .pack import node_module, pack_module
 
 import comfy.controlnet  # isort: skip  # the pack's module has made ComfyUI importable
+import folder_paths  # isort: skip
 
 objects, errors = node_module("describe.comfy_objects"), pack_module("parallel_runtime.errors")
+files = node_module("describe.model_files")
 control_division = pack_module("parallel_runtime.worker.comfy_loop.control_division")
 mesh = pack_module("parallel_runtime.engine.comm.mesh")
 
@@ -45,6 +49,23 @@ def rows_that_its_network_has(rank: int, world: int, batch: int, index: int) -> 
     inside, after = network.seen
     assert first.control_model.seen[0]["x"].tolist() == inside["x"].tolist() == inside["y"].tolist()
     return [inside["x"].tolist(), after["x"].tolist(), inside["hint"].tolist(), inside["control_type"]]
+
+
+def searches_for_a_control_lora(rank: int, world: int, folder: str) -> int:
+    """How often the folder is searched for the file of a Control-LoRA that two runs use, each as a copy of its own."""
+    weights = {"a.up": torch.rand(4, 3), "a.down": torch.rand(3, 4)}
+    safetensors.torch.save_file(weights, os.path.join(folder, "control_lora.safetensors"))
+    folder_paths.add_model_folder_path("controlnet", folder)
+    loaded, find_file, searched = comfy.controlnet.ControlLora(weights), files.find_file, []
+    files.find_file = lambda *of: searched.append(of) or find_file(*of)
+    try:
+        for _ in range(2):
+            used = loaded.copy().set_cond_hint(torch.rand(1, 3, 8, 8))
+            described = objects.Describer((1, 4, 1, 1)).describe(used, "the ControlNet")
+            assert described["path"].endswith("control_lora.safetensors")
+    finally:
+        files.find_file = find_file
+    return len(searched)
 
 
 def _of_a_pack(*_: Any) -> None:

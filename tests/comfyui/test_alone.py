@@ -436,3 +436,22 @@ def test_stop_while_workers_start_interrupts_the_prompt_that_awaits_them_and_no_
     alone: Group, awaited: bool
 ) -> None:
     assert alone.run(f"{SETTING}stopped_while_workers_start", awaited=awaited) == [[200 if awaited else 409, awaited]]
+
+
+@pytest.mark.parametrize("of_hook", [False, True])
+def test_weights_that_are_too_large_to_send_are_refused_with_a_way_out_before_workers_start(
+    alone: Group, of_hook: bool
+) -> None:
+    (reason,) = alone.run(f"{CODE}too_large", of_hook=of_hook)
+    assert reason.startswith("payload.size: this run would send 22.0 GiB to the workers, and the limit is 16.0 GiB. ")
+    assert "save the merged MODEL" in reason
+
+
+def test_the_file_of_a_control_lora_is_searched_once(alone: Group, tmp_path: Path) -> None:
+    assert alone.run(f"{CONTROL}searches_for_a_control_lora", folder=str(tmp_path)) == [1]
+
+
+def test_a_linked_model_is_named_by_the_path_that_the_user_chose(alone: Group, tmp_path: Path) -> None:
+    """Another machine looks for that one."""
+    (path,) = alone.run(f"{CALLBACK}path_of_a_link", folder=str(tmp_path))
+    assert path == str(tmp_path / "chosen.safetensors")

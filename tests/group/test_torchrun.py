@@ -1,10 +1,11 @@
 """What a launch sets for GPUs and networks: transfers first, one interface by its whole name, a user's word last."""
 
 import os
+import resource
 
 import pytest
 
-from parallel_runtime.group.torchrun import Rendezvous, environment
+from parallel_runtime.group.torchrun import OutputReader, Rendezvous, environment
 
 
 @pytest.fixture
@@ -76,3 +77,18 @@ def test_what_is_like_that_word_elsewhere_stays(monkeypatch):
     variables = environment(2, "token", "/folder", Rendezvous(store="/folder/store"))
     assert variables["SOME_ALLOC_CONF"] == "backend:cudaMallocAsync"
     assert "PYTORCH_CUDA_ALLOC_CONF" not in variables
+
+
+def test_a_pipe_that_cannot_be_opened_leaves_no_descriptor(tmp_path):
+    free = os.dup(0)
+    os.close(free)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, before[1]))  # room for one end of the pipe
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            OutputReader.from_fifo(str(tmp_path / "output"), print)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    now = os.dup(0)
+    os.close(now)
+    assert now == free

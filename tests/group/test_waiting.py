@@ -27,6 +27,12 @@ def test_a_limit_that_is_none_is_not_used(monkeypatch, text):
     assert seconds_from("CP_IDLE_SECONDS", 0) == 0
 
 
+def test_a_bad_limit_of_memory_is_warned_about_once(monkeypatch, caplog):
+    monkeypatch.setenv("CP_MEMORY_GIB", "8,plenty")
+    assert [limits_by_worker("CP_MEMORY_GIB", "number of GiB", 2) for _ in range(3)] == [()] * 3
+    assert caplog.text.count("CP_MEMORY_GIB='8,plenty' is not a number of GiB; it is ignored") == 1
+
+
 @pytest.fixture
 def clock(monkeypatch):
     """Seconds that pass only where the test says so."""

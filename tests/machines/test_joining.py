@@ -295,6 +295,16 @@ def test_a_machine_that_has_no_room_for_its_workers_says_so_on_both_sides(gate, 
     hosts[0].close()
 
 
+def test_an_endpoint_that_no_other_machine_can_reach_is_warned_about(monkeypatch, caplog):
+    monkeypatch.setenv(TOKEN, KEY)
+    monkeypatch.setattr(group_module, "START_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    with pytest.raises(WorkerStartError, match="only 1 of 2 machines are there"):
+        WorkerGroup(Placement(devices=("cpu",), nnodes=2, rdzv_endpoint=endpoint))
+    assert "no other machine can reach 127.0.0.1, which is this machine's loopback" in caplog.text
+
+
 def test_a_machine_that_leaves_before_it_is_asked_for_workers_is_named(monkeypatch):
     monkeypatch.setenv(TOKEN, KEY)
     with socket.create_server(("127.0.0.1", 0)) as free:
