@@ -17,7 +17,10 @@ from .pack import node_module, pack_module
 
 import comfy.clip_vision  # isort: skip  # the pack's module has made ComfyUI importable
 import comfy.hooks  # isort: skip
+import comfy.lora  # isort: skip
 import comfy.model_base  # isort: skip
+import comfy.ops  # isort: skip
+import comfy.quant_ops  # isort: skip
 import comfy.samplers  # isort: skip
 from comfy.model_patcher import ModelPatcher  # isort: skip
 from comfy_extras.nodes_hypernetwork import load_hypernetwork_patch  # isort: skip
@@ -109,6 +112,19 @@ def folder_after_a_pack_has_gone_elsewhere(rank: int, world: int) -> list[str]:
         return [before, workers.comfy_setup().folder]
     finally:
         os.chdir(folder)
+
+
+def merged_by_workers(rank: int, world: int, layout: str) -> bool:
+    """Whether workers merge the bits that ComfyUI does where the second model has ComfyUI's mixed precision, with a
+    weight of this quantized `layout` or a plain one."""
+    layer = comfy.ops.mixed_precision_ops({}, torch.bfloat16).Linear(32, 32, bias=False, dtype=torch.bfloat16)
+    weight, own = torch.randn(2, 32, 32, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    if layout:
+        weight = comfy.quant_ops.QuantizedTensor.from_float(weight, layout, scale="recalculate")
+    patch = (0.7, [(weight, layer.convert_weight)], 0.3, None, None)
+    again = worker_code.rebuild(code.Describer().describe(patch, "the merge"))
+    merged, by_workers = (comfy.lora.calculate_weight([each], own.float(), "weight") for each in (patch, again))
+    return torch.equal(by_workers, merged) and not torch.equal(merged, own.float())
 
 
 def too_large(rank: int, world: int, of_hook: bool) -> str:

@@ -438,6 +438,11 @@ def test_stop_while_workers_start_interrupts_the_prompt_that_awaits_them_and_no_
     assert alone.run(f"{SETTING}stopped_while_workers_start", awaited=awaited) == [[200 if awaited else 409, awaited]]
 
 
+@pytest.mark.parametrize("layout", ["", "TensorCoreFP8E4M3Layout"])
+def test_a_model_of_mixed_precision_is_merged_by_workers_to_the_bits_of_comfyui(alone: Group, layout: str) -> None:
+    assert alone.run(f"{CODE}merged_by_workers", layout=layout) == [True]
+
+
 @pytest.mark.parametrize("of_hook", [False, True])
 def test_weights_that_are_too_large_to_send_are_refused_with_a_way_out_before_workers_start(
     alone: Group, of_hook: bool

@@ -103,21 +103,6 @@ def test_a_checkpoint_of_any_format_too(server_of_files: Server, name: str) -> N
     check(got, native, name, "ring_2")
 
 
-@pytest.mark.parametrize("name", ["scaled_fp8", "fp8_mixed", "int8"])
-def test_a_quantized_model_is_merged_into_another_as_ksampler_does(server_of_files: Server, name: str) -> None:
-    def sampled(sampler: str, parallel: Parallel | None = None) -> Tensor:
-        graph = sampling_graph(JOB, sampler, parallel)
-        other = node("UNETLoader", unet_name=file_of(name), weight_dtype="default")
-        merged = node("ModelMergeSimple", model1=["model", 0], model2=["other", 0], ratio=0.3)
-        graph |= {"other": other, "merged": merged}
-        graph["sampler"]["inputs"]["model"] = ["merged", 0]
-        return latent_of(server_of_files.client.run(graph))
-
-    want = sampled("KSampler")
-    assert apart(sampled("CPSampler", DEGREES["1_worker"]), want) == 0
-    assert apart(sampled("CPSampler", DEGREES["ring_2"]), want) <= 1e-5
-
-
 @pytest.mark.parametrize("weights", ["replicate", "shard", "offload"])
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 @pytest.mark.sweep(one_in=3)
