@@ -208,10 +208,18 @@ def _describe_by_name(value: Any, what: str) -> dict[str, Any] | None:
     return None
 
 
-def _merged_weight(weight: Any, convert: MethodType) -> tuple[Any, Callable[..., Any]]:
-    """Returns a weight of a merged model with a function that leaves it as it is, for one with the method of its layer
-    that dequantizes it: no layer can be sent. It is dequantized as ComfyUI does it to merge it, in float32."""
-    if isinstance(weight, torch.Tensor) and (type(weight.data) is not torch.Tensor or weight.itemsize == 1):
+def _has_conversion(value: Any) -> bool:
+    """Is this a weight of a merged model, with the method of its layer of ComfyUI's that dequantizes it?"""
+    if type(value) is not tuple or len(value) != 2 or not isinstance(value[1], MethodType):
+        return False
+    weight, method = value
+    return isinstance(weight, torch.Tensor) and is_comfyui(method) and method.__name__.startswith("convert_")
+
+
+def _merged_weight(weight: torch.Tensor, convert: MethodType) -> tuple[torch.Tensor, Callable[..., Any]]:
+    """Returns the weight with a function that leaves it as it is: no layer can be sent. It is dequantized as ComfyUI
+    does it to merge it, in float32."""
+    if type(weight.data) is not torch.Tensor or weight.itemsize == 1:
         weight = convert(cast_to_device(weight, weight.device, torch.float32, copy=True), inplace=True)
     return weight, _unconverted()
 
@@ -227,7 +235,7 @@ def _unconverted() -> Callable[..., Any]:
 def _describe_container(value: Any, what: str, inner: Callable[[Any], Any]) -> Any:
     if isinstance(value, torch.Size):
         return tuple(value)
-    if type(value) is tuple and len(value) == 2 and isinstance(value[1], MethodType):
+    if _has_conversion(value):
         value = _merged_weight(*value)
     if type(value) in (list, tuple):
         return type(value)([inner(part) for part in value])
