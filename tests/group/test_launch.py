@@ -124,8 +124,8 @@ def test_a_rank_that_is_killed_between_its_greeting_and_the_welcome_is_named(mon
 def test_a_torchrun_that_is_killed_before_its_ranks_are_up_is_named(monkeypatch):
     start = Torchrun.start
 
-    def killed(self, *arguments):
-        start(self, *arguments)
+    def killed(self, *arguments, **options):
+        start(self, *arguments, **options)
         self.agent.kill()
 
     monkeypatch.setattr(Torchrun, "start", killed)
