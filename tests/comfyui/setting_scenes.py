@@ -48,6 +48,7 @@ def chosen(rank: int, world: int, name: str, saved: Any, variables: dict[str, st
 
 def default_devices(rank: int, world: int, devices: str) -> list[list[str]]:
     """The devices of a sampler and of a VAE, both without a CP Parallel Config."""
+    runtime.close()  # a VAE takes workers that are there
     with _environment({"CP_DEVICES": devices}):
         sampler = local.plan_without_model(settings.request_from(None)).placement
         return [list(sampler.devices), list(vae.placement_for(None).devices)]
