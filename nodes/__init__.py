@@ -7,7 +7,7 @@ import traceback
 from comfy_api.latest import ComfyExtension, io
 from server import PromptServer
 
-from ..parallel_runtime.errors import Refused
+from ..parallel_runtime.errors import Refused, WorkerLost
 from .classes.cp_config import CPParallelConfig
 from .classes.cp_demo import CPDemoConditioning, CPDemoDecode, CPDemoModel
 from .classes.cp_loader import CPLoadDiffusionModel
@@ -21,12 +21,12 @@ from .server.status_events import start_publishing
 
 class ContextParallelExtension(ComfyExtension):
     async def on_load(self) -> None:
-        """Registers the prompt handler, routes, status events, and a log filter that hides tracebacks of refusals."""
+        """Registers the prompt handler, routes, status events, and a log filter that hides tracebacks of ours."""
         PromptServer.instance.add_on_prompt_handler(on_prompt)
         add_routes()
         start_publishing()
         start_with_comfyui()
-        logging.getLogger().addFilter(_is_not_refusal_traceback)
+        logging.getLogger().addFilter(_is_needed)
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         return [
@@ -44,6 +44,7 @@ class ContextParallelExtension(ComfyExtension):
         ]
 
 
-def _is_not_refusal_traceback(record: logging.LogRecord) -> bool:
-    """False for the traceback of a Refused: ComfyUI logs its sentence in another record, and a refusal is no crash."""
-    return not (isinstance(sys.exc_info()[1], Refused) and record.msg == traceback.format_exc())
+def _is_needed(record: logging.LogRecord) -> bool:
+    """False for the traceback of a Refused or a WorkerLost, which is that of this process: ComfyUI logs the sentence in
+    another record, and lease.py the traceback of a worker that raised."""
+    return not (isinstance(sys.exc_info()[1], Refused | WorkerLost) and record.msg == traceback.format_exc())

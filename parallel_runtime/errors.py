@@ -117,18 +117,20 @@ class Refused(ParallelError, ValueError):
 @dataclass(frozen=True, kw_only=True)
 class Cause:
     """How a worker ended. It was killed by `signal`, exited with `exit_code`, lost its torchrun to `signal`, vanished
-    for an unknown reason ("gone"), was silent for too long, raised an exception, or ran out of memory."""
+    for an unknown reason ("gone"), was silent for too long, raised an exception, or ran out of memory.
+    `host_memory_full`: while it lived, Linux killed a process since main memory ran out."""
 
     kind: Literal["killed", "exited", "torchrun", "gone", "silent", "raised", "out_of_memory"]
     rank: int
     signal: str = ""  # its name, such as SIGKILL
     exit_code: int | None = None
+    host_memory_full: bool = False
 
     def sentence(self, worker: str) -> Sentence:
         """Describes a cause that is known from outside the worker. `worker` is its name for the user."""
         match self.kind:
             case "killed":
-                code = "died.killed.memory" if self.signal == "SIGKILL" else "died.killed"
+                code = "died.killed.memory" if self.signal == "SIGKILL" and self.host_memory_full else "died.killed"
                 return say(code, worker=worker, signal=self.signal)
             case "exited":
                 return say("died.exited", worker=worker, code=self.exit_code)

@@ -107,6 +107,11 @@ class EngineOptions:
     )
     # fmt: on
 
+    @property
+    def approximate(self) -> bool:
+        """Is the result another picture than that of one GPU?"""
+        return self.step_cache > 0 or self.token_patches > 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelRequest:

@@ -6,10 +6,10 @@ import { element, setText } from "./elements.js";
 import { defaultsOf, foldLine, isLinked, valuesOf } from "./fold.js";
 import { gpuChoice } from "./gpus.js";
 import { after } from "./graph.js";
-import { presetChoice, presetOf } from "./presets.js";
+import { isApproximate, presetChoice } from "./presets.js";
 import { cardName } from "./rank.js";
 import { remedy, setValues } from "./remedy.js";
-import { gpus } from "./status.js";
+import { follow, gpus } from "./status.js";
 import { product, shares } from "./shares.js";
 import { addElementWidget } from "./widgets.js";
 import { say, translate } from "./words.js";
@@ -37,7 +37,7 @@ export function addSummary(node) {
   const show = () => {
     const values = valuesOf(node);
     gpus.show(String(values.devices ?? ""), isLinked(node, "devices"));
-    preset.show(presetOf(values, defaults));
+    preset.show(values);
     fold.show();
   };
   const later = () => {
@@ -45,6 +45,9 @@ export function addSummary(node) {
     timer = setTimeout(() => void summarise(node, parts).then(show), EDIT_MILLISECONDS);
     show();
   };
+  after(node, "onRemoved", follow((status, before) => {
+    if (before.state === "unknown" && status.state !== "unknown") later(); // ComfyUI is there again
+  }));
   after(node, "onConfigure", node.cpFold);
   watch(node, later);
   later();
@@ -96,15 +99,21 @@ function watch(node, changed) {
 }
 
 /**
+ * Answers come in any order: only that to the last question counts.
  * @param {any} node
  * @param {Record<string, HTMLElement>} parts
  */
 async function summarise(node, parts) {
+  const question = node.cpQuestion = {};
+  const values = valuesOf(node);
   const linked = node.widgets.some((/** @type {any} */ widget) => isLinked(node, widget.name));
-  const verdict = linked ? { words: say("config.linked") } : await fetchVerdict(valuesOf(node));
+  /** @type {Verdict} */
+  const verdict = linked ? { words: say("config.linked") } : await fetchVerdict(values).catch(() => ({ words: say("state.unknown") }));
+  if (node.cpQuestion !== question) return;
+  const approximate = !verdict.bad && isApproximate(values, defaultsOf(node)) ? say("approximate.hint") : "";
   setText(parts.words, verdict.words);
   setText(parts.terms, verdict.terms ?? "");
-  setText(parts.note, verdict.note ?? "");
+  setText(parts.note, [approximate, verdict.note].filter(Boolean).join(" "));
   parts.out.replaceChildren(...remedy(node, verdict.fix ?? [], () => {}));
   for (const part of Object.values(parts)) part.hidden = !part.textContent;
   parts.words.closest(".cp-summary")?.classList.toggle("cp-bad", Boolean(verdict.bad));

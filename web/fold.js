@@ -31,7 +31,7 @@ export function foldLine(node) {
   let lastHidden;
   const hiddenNames = () => {
     const values = valuesOf(node);
-    const preset = PRESETS[presetOf(values, defaults)];
+    const preset = PRESETS[presetOf(values, defaults)] ?? {};
     const visible = (/** @type {any} */ { name, value }) => {
       if (isLinked(node, name)) return true;
       if (name === "devices") return open || !isListed(String(value ?? ""));

@@ -12,6 +12,7 @@ import { addLine, startLines } from "./onnode.js";
 import { openPanel, panel } from "./panel.js";
 import { addPlan, PLAN } from "./plan.js";
 import { startRefusals } from "./refusals.js";
+import { startPrompts } from "./prompts.js";
 import { settings } from "./settings.js";
 import { startFollowing } from "./status.js";
 import { sortTemplates } from "./templates.js";
@@ -47,6 +48,7 @@ app.registerExtension({
     startBadge();
     startHelp();
     startNotices();
+    startPrompts();
     startRefusals();
     startLines();
     followRenderer();

@@ -4,6 +4,7 @@ import { app } from "../../scripts/app.js";
 import { element } from "./elements.js";
 import { openHelp } from "./help.js";
 import { openPanel } from "./panel.js";
+import { workerName } from "./rank.js";
 import { FAILED, WORKING, follow, gpus, lastWords, reasonOf } from "./status.js";
 import { say } from "./words.js";
 
@@ -29,12 +30,13 @@ export function startNotices() {
     else if (failed && failed.settled && lastReason !== now.reason) {
       lastReason = now.reason;
       dismiss();
-      dismiss = tell("error", title(now), detail(now), 20 * SECONDS, links(now));
+      dismiss = tell("error", title(now), detail(now), Infinity, links(now));
     } else if (lastReason && ["idle", "loading", ...WORKING].includes(now.state)) {
       lastReason = "";
       dismiss();
       tell("success", say("toast.recovered"), say("toast.recovered.detail"), 5 * SECONDS);
     }
+    if (before.state !== now.state && now.state === "starting") dismiss(); // of the next run
     if (before.state !== "sampling" && now.state === "sampling" && now.world_size === 1) tellOfOneGpu();
   });
 }
@@ -43,7 +45,7 @@ export function startNotices() {
 function title(now) {
   if (now.state === "unstarted") return say("toast.unstarted");
   const lost = now.ranks.find(({ rank }) => rank === now.loss?.rank);
-  return lost ? say("toast.died.rank", { rank: lost.rank, device: lost.device }) : say("toast.died");
+  return lost ? say("toast.died.rank", { worker: workerName(lost) }) : say("toast.died");
 }
 
 /**
@@ -74,7 +76,7 @@ function tellOfOneGpu() {
  * @param {"error" | "success" | "info"} severity
  * @param {string} summary
  * @param {string} detail
- * @param {number} life milliseconds
+ * @param {number} life milliseconds, or Infinity
  * @param {Link[]} [links] where they lead; to the panel unless said
  * @returns {() => void} what takes it away
  */
@@ -86,22 +88,16 @@ export function tell(severity, summary, detail, life, links = [{ words: say("toa
     const id = toasts[severity](summary, { description: detail, duration: life, action });
     return () => toasts.dismiss(id);
   }
-  const stay = keepClear(life);
-  const message = { id: `cp-${++number}`, severity, summary, detail, life, styleClass: "cp-toast" };
+  keepClear();
+  const message = { id: `cp-${++number}`, severity, summary, detail, life: Number.isFinite(life) ? life : undefined, styleClass: "cp-toast" };
   toasts.add(message);
   requestAnimationFrame(() => requestAnimationFrame(() => addLinks(summary, links)));
-  return () => {
-    stay();
-    toasts.remove(message);
-  };
+  return () => toasts.remove(message);
 }
 
-/**
- * Toasts of the page are where ComfyUI says that a run failed, with a button: while ours are there they are below it.
- * @param {number} life milliseconds
- * @returns {() => void} what ends that
- */
-function keepClear(life) {
+/** Toasts of the page are where ComfyUI says that a run failed, with a button: while ours are there they are below it. */
+function keepClear() {
+  let shown = false;
   const look = () => {
     const overlay = document.querySelector('[data-testid="error-overlay"]')?.getBoundingClientRect();
     const toasts = document.querySelector(".p-toast-top-right")?.getBoundingClientRect();
@@ -109,12 +105,12 @@ function keepClear(life) {
     const shifted = parseFloat(style.getPropertyValue("--cp-below")) || 0;
     const below = overlay && toasts ? Math.max(0, overlay.bottom + GAP - (toasts.top - shifted)) : 0;
     style.setProperty("--cp-below", `${below}px`);
+    const ours = Boolean(document.querySelector(".cp-toast"));
+    if (shown && !ours) clearInterval(timer);
+    shown = ours;
   };
-  look();
   const timer = setInterval(look, LOOK_MILLISECONDS);
-  const end = () => clearInterval(timer);
-  setTimeout(end, life);
-  return end;
+  look();
 }
 
 /**

@@ -1,11 +1,12 @@
-/** What a run does, over the sampler's node and the subgraphs around it: workers, step, time left; afterwards its
- * seconds and speed-up. Native samplers beside a CP sampler show their seconds, to compare. */
+/** What a run does, over the sampler's node and the subgraphs around it: step, time left, workers; afterwards its seconds
+ * a step and speed-up. Native samplers beside a CP sampler show theirs, measured alike. */
 
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { TO_CP, allNodes, nodeOf } from "./graph.js";
-import { result, took } from "./runs.js";
-import { digits, duration } from "./seconds.js";
+import { isOpen } from "./prompts.js";
+import { ending, traits } from "./runs.js";
+import { digits, short, tenths } from "./seconds.js";
 import { count } from "./shares.js";
 import { WORKING, follow, lastRun, left, now } from "./status.js";
 import { say } from "./words.js";
@@ -17,6 +18,7 @@ const PADDING = 6;
 const HIGH = 20;
 const GAP = 2;
 const FONT = "12px Inter, sans-serif";
+const MIN_SECONDS = 0.05; // less than that is not told of
 
 /** @typedef {import("./graph.js").LGraphNode} LGraphNode */
 
@@ -81,48 +83,109 @@ export function addLine(node) {
   });
 }
 
+/** A sampler's run, by the events that ComfyUI sends of its own samplers and of ours, on this page's clock. */
+class SamplerRun {
+  step = 0;
+  steps = 0;
+  #began = performance.now();
+  #took = 0;
+  #first = { step: 0, at: 0 };
+  #last = 0; // when the last step was done
+
+  /**
+   * @param {string} path of the node
+   * @param {number} after when the workers' run before it began
+   */
+  constructor(path, after) {
+    this.path = path;
+    this.after = after;
+  }
+
+  /**
+   * @param {number} step that is done
+   * @param {number} steps
+   */
+  progress(step, steps) {
+    this.#last = performance.now();
+    if (step <= this.step || steps !== this.steps) this.#first = { step, at: this.#last };
+    [this.step, this.steps] = [step, steps];
+  }
+
+  end() {
+    this.#took = performance.now() - this.#began;
+  }
+
+  /**
+   * "12 steps, 0.36 s each, 4.2 s for start and load": the time of a step from the end of the first to the end of the last, then
+   * all else that the node took.
+   * @param {...string} between
+   */
+  words(...between) {
+    const each = (this.#last - this.#first.at) / (this.step - this.#first.step) / 1000;
+    const took = this.#took / 1000;
+    if (!this.steps || !Number.isFinite(each)) return joined(...between, say("line.whole", { time: tenths(took) }));
+    const rest = took - each * this.steps;
+    const steps = say("line.steps", { steps: this.steps, seconds: digits(each) });
+    return joined(steps, ...between, rest < MIN_SECONDS ? "" : say("line.besides", { time: tenths(rest) }));
+  }
+}
+
 export function startLines() {
-  let running = ""; // the path of the CP sampler that runs, "" if none does
+  let prompt = ""; // that runs
   let after = 0; // when the run before its own began
-  /** @type {{path: string, after: number} | undefined} its run is over, but for the last news of it */
+  /** @type {SamplerRun | undefined} */
+  let running;
+  /** @type {SamplerRun | undefined} a CP sampler's that is over, but for the last news of it */
   let done;
   const sum = () => {
     const run = now().runs.find((one) => done && sampled(one) && one.began > done.after);
     if (!done || !run?.end) return;
-    if (done.path !== running) tell(done.path, result(run));
+    if (done.path !== running?.path) tell(done.path, result(done, run));
     done = undefined;
   };
-  const native = nativeTimes();
-  /** @type {EventTarget} */ (api).addEventListener("executing", (event) => {
-    const id = /** @type {CustomEvent<any>} */ (event).detail;
-    const path = id == null ? "" : String(id?.node ?? id);
-    native(path);
-    if (running === path) return;
-    if (running) done = { path: running, after };
-    running = SAMPLERS.includes(nodeOf(path)?.comfyClass) ? path : "";
+  const runs = /** @type {EventTarget} */ (api);
+  const on = (/** @type {string} */ name, /** @type {(detail: any) => void} */ act) =>
+    runs.addEventListener(name, (event) => act(/** @type {CustomEvent<any>} */ (event).detail));
+  on("execution_start", (detail) => {
+    prompt = detail.prompt_id;
+  });
+  on("progress", ({ value, max, prompt_id: id }) => {
+    if (id === prompt) running?.progress(value, max);
+  });
+  for (const name of ["execution_error", "execution_interrupted"]) {
+    on(name, () => {
+      if (running && !isOurs(running.path)) running = undefined;
+    });
+  }
+  on("executing", (detail) => {
+    const path = detail == null ? "" : String(detail.node ?? detail);
+    if (path === (running?.path ?? "")) return;
+    running?.end();
+    if (running && isOurs(running.path)) done = running;
+    else if (running) tell(running.path, say("line.of", { who: say("line.alone"), what: running.words() }));
+    running = isOpen(prompt) && isTimed(path) ? new SamplerRun(path, after) : undefined;
     sum();
     after = now().runs.filter(sampled).pop()?.began ?? 0;
-    if (running) tell(running, "");
+    if (running) Object.assign(running, { after });
+    if (running && isOurs(path)) tell(path, "");
   });
   follow(() => {
-    if (running && inRun()) tell(running, inRun());
+    if (running && isOurs(running.path) && inRun()) tell(running.path, inRun());
     sum();
   });
 }
 
+/** @param {string} path */
+function isOurs(path) {
+  return SAMPLERS.includes(nodeOf(path)?.comfyClass);
+}
+
 /**
- * Says how long a native sampler took, where the workflow has a CP sampler too.
- * @returns {(path: string) => void} to be called with each node that begins
+ * Is it a CP sampler, or a native one in a workflow with a CP sampler?
+ * @param {string} path
  */
-function nativeTimes() {
-  let timed = "";
-  let began = 0;
-  return (path) => {
-    if (path === timed) return;
-    if (timed) tell(timed, say("line.native", { time: took((performance.now() - began) / 1000) }));
-    timed = NATIVE.includes(nodeOf(path)?.comfyClass) && allNodes().some((node) => SAMPLERS.includes(node.comfyClass)) ? path : "";
-    began = performance.now();
-  };
+function isTimed(path) {
+  return isOurs(path) || (NATIVE.includes(nodeOf(path)?.comfyClass) && allNodes().some((node) => SAMPLERS.includes(node.comfyClass)));
 }
 
 /** @param {import("./status.js").Run} run of a sampler, and not a start that nobody asked for */
@@ -130,20 +193,34 @@ function sampled({ phases }) {
   return phases.some(([name]) => name === "loading");
 }
 
-/** "2 workers, step 3 of 20, 0.41 s each, 7 s left" */
+/**
+ * "4 GPUs: 20 steps, 0.12 s each, 3.4 x one GPU, 2.1 s for start and load"; or where it ended.
+ * @param {SamplerRun} own
+ * @param {import("./status.js").Run} run
+ */
+function result(own, run) {
+  const who = count(run.workers, run.kind === "cpu");
+  const [word] = ending(run);
+  const what = run.end === "idle" ? own.words(...traits(run))
+    : own.step ? say("line.ended", { how: word, step: own.step, steps: own.steps }) : word;
+  return say("line.of", { who, what });
+}
+
+/** "step 3 of 20, 7 s left, 0.41 s each, 2 workers": what one wants to know first, since a narrow node cuts the rest off. */
 function inRun() {
   const { state, world_size, steps, step, stage } = now();
   const workers = count(world_size, now().ranks[0]?.device === "cpu");
-  if (state === "starting") return joined(workers, say(stage ? `stage.${stage}` : "state.starting"));
-  if (state === "loading") return joined(workers, say("state.loading", { percent: Math.round(now().loaded * 100) }));
+  if (state === "starting") return joined(say(stage ? `stage.${stage}` : "state.starting"), workers);
+  if (state === "loading") return joined(say("state.loading", { percent: Math.round(now().loaded * 100) }), workers);
   if (!WORKING.includes(state) || !steps) return "";
-  const seconds = lastRun()?.step_seconds;
+  const run = lastRun();
   const secondsLeft = left();
   return joined(
+    say("line.progress", { step, steps }),
+    secondsLeft === undefined ? "" : say("time.left", { time: short(secondsLeft) }),
+    run?.approximate ? say("approximate") : "",
+    run?.step_seconds ? say("line.each", { seconds: digits(run.step_seconds) }) : "",
     workers,
-    say("line.step", { step, steps }),
-    seconds ? say("line.each", { seconds: digits(seconds) }) : "",
-    secondsLeft === undefined ? "" : say("time.left", { time: duration(secondsLeft) }),
   );
 }
 

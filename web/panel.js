@@ -5,9 +5,9 @@ import { app } from "../../scripts/app.js";
 import { diagnostics, copyText } from "./diagnostics.js";
 import { element, setText } from "./elements.js";
 import { openHelp } from "./help.js";
-import { cardName, gpuLine, rankCard } from "./rank.js";
+import { cardName, gpuLine, rankCard, workerName } from "./rank.js";
 import { facts, timeline } from "./runs.js";
-import { duration } from "./seconds.js";
+import { duration, fixed } from "./seconds.js";
 import { product, shares } from "./shares.js";
 import { BUSY, FAILED, WORKING, elapsed, follow, gpuList, gpus, lastRun, lastWords, left, now, reasonOf } from "./status.js";
 import { say } from "./words.js";
@@ -175,7 +175,7 @@ function showRanks(list, status) {
 
 function actions() {
   const stop = button("stop", () => ask("/cp/stop"));
-  const free = button("free", () => ask("/cp/free", ({ bytes }) => say(bytes ? "freed.bytes" : "freed", { size: (bytes / GIB).toFixed(1) })));
+  const free = button("free", () => ask("/cp/free", ({ bytes }) => say(bytes ? "freed.bytes" : "freed", { size: fixed(bytes / GIB, 1) })));
   const restart = button("restart", async () => {
     if (BUSY.includes(now().state)) {
       const sure = await app.extensionManager.dialog.confirm({ title: say("restart"), message: say("restart.sure") });
@@ -247,7 +247,7 @@ function logView() {
     if (choice.dataset.names !== names) {
       choice.dataset.names = names;
       const chosen = choice.value;
-      const options = ranks.map((rank) => element("option", { value: rank.rank }, `${cardName(rank)} (${say("rank", { rank: rank.rank })})`));
+      const options = ranks.map((rank) => element("option", { value: rank.rank }, [...new Set([cardName(rank), workerName(rank)])].join(", ")));
       choice.replaceChildren(element("option", { value: "" }, say("log.all")), ...options);
       choice.value = Number(chosen) < ranks.length ? chosen : "";
     }

@@ -5,8 +5,9 @@ import { app } from "../../scripts/app.js";
 import { svgElement, element, setText } from "./elements.js";
 import { valuesOf } from "./fold.js";
 import { after, configAbove } from "./graph.js";
+import { lastPrompt } from "./prompts.js";
 import { remedy } from "./remedy.js";
-import { digits, duration } from "./seconds.js";
+import { digits, duration, fixed } from "./seconds.js";
 import { count, divided, shares } from "./shares.js";
 import { addElementWidget } from "./widgets.js";
 import { say, translate } from "./words.js";
@@ -133,14 +134,22 @@ async function measure(node, button) {
   widget.value = true;
   button.disabled = true;
   setText(button, say("plan.measuring"));
+  let own = "";
+  const ended = new Set(); // prompts, of which ours may be one before its id is known
+  const look = (/** @type {any} */ event) => {
+    ended.add(event.detail.prompt_id);
+    if (ended.has(own)) done();
+  };
   const done = () => {
-    for (const name of ENDS) /** @type {EventTarget} */ (api).removeEventListener(name, done);
+    for (const name of ENDS) /** @type {EventTarget} */ (api).removeEventListener(name, look);
     button.disabled = false;
     setText(button, say("plan.measure"));
   };
-  for (const name of ENDS) /** @type {EventTarget} */ (api).addEventListener(name, done);
+  for (const name of ENDS) /** @type {EventTarget} */ (api).addEventListener(name, look);
   try {
-    if ((await /** @type {any} */ (app).queuePrompt(0, 1, [String(node.id)])) === false) done();
+    const queued = await /** @type {any} */ (app).queuePrompt(0, 1, [String(node.id)]);
+    own = lastPrompt();
+    if (queued === false || ended.has(own)) done();
   } finally {
     widget.value = false;
   }
@@ -209,7 +218,7 @@ function chart(measured) {
   const longest = Math.max(...measured.map(({ seconds }) => seconds));
   const bars = measured.map(({ workers, cpu, degrees, seconds, times }) => {
     const who = [count(workers, cpu), divided(degrees)].filter(Boolean).join(", ");
-    const faster = times ? say("plan.times", { times: times.toFixed(1) }) : "";
+    const faster = times ? say("plan.times", { times: fixed(times, 1) }) : "";
     return element(
       "li.cp-time", {},
       element("span.cp-who", { title: who }, who),

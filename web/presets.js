@@ -5,7 +5,7 @@ import { say } from "./words.js";
 
 /** @typedef {Record<string, string | number>} Values by the widgets' names */
 
-/** @type {Record<string, Values>} what each sets; every other widget that a preset sets gets its default */
+/** @type {Record<string, Values>} what each sets; every other widget of OWN gets its default */
 export const PRESETS = {
   auto: {},
   fast: { ring_degree: 1 },
@@ -15,40 +15,58 @@ export const PRESETS = {
   approximate: { step_cache: 0.06 },
 };
 
+/** What a preset sets: all that says how the work is divided, where weights are, and what is skipped. */
+const OWN = [
+  "ring_degree", "ulysses_degree", "rotate_method", "cfg_degree", "data_degree", "pipeline_degree", "patches", "shares", "weights",
+  "after_sampling", "nnodes", "step_cache",
+];
+
 /** Widgets that a user adjusts after choosing a preset: any other value than the default is still that preset. */
 export const ADJUSTABLE = ["nnodes", "step_cache"];
 
+const APPROXIMATE = ["step_cache", "patches"];
+
 /**
- * The preset that sets the most of these values; auto sets none, so it always fits.
+ * The preset that these values are; "" if they are none.
  * @param {Values} values
  * @param {Values} defaults
  */
 export function presetOf(values, defaults) {
-  const has = (/** @type {string} */ name, /** @type {string | number} */ value) =>
-    ADJUSTABLE.includes(name) ? values[name] !== defaults[name] : values[name] === value;
-  const fits = (/** @type {Values} */ preset) => Object.entries(preset).every(([name, value]) => has(name, value));
-  return Object.keys(PRESETS).filter((name) => fits(PRESETS[name])).sort((one, other) => size(one) - size(other)).pop() ?? "auto";
+  const has = (/** @type {string} */ name, /** @type {string | number | undefined} */ value) =>
+    ADJUSTABLE.includes(name) && value !== undefined ? values[name] !== defaults[name] : values[name] === (value ?? defaults[name]);
+  return Object.keys(PRESETS).find((preset) => OWN.every((name) => has(name, PRESETS[preset][name]))) ?? "";
 }
 
-/** @param {string} name */
-const size = (name) => Object.keys(PRESETS[name]).length;
+/**
+ * Is the result another picture than that of one GPU?
+ * @param {Values} values
+ * @param {Values} defaults
+ */
+export function isApproximate(values, defaults) {
+  return APPROXIMATE.some((name) => values[name] !== defaults[name]);
+}
 
 /**
- * A choice among the presets.
- * @param {(values: Values) => void} set gets the value of each widget that some preset sets
+ * A choice among the presets. Values that are none are their own choice, so that each preset can be chosen again.
+ * @param {(values: Values) => void} set gets the value of each widget that presets set
  * @param {Values} defaults
  */
 export function presetChoice(set, defaults) {
   const options = Object.keys(PRESETS).map((name) => element("option", { value: name }, say(`preset.${name}`)));
+  const custom = element("option", { value: "" }, say("preset.custom"));
   const choice = element("select.cp-choice", { onchange: () => set(valuesOf(choice.value)) }, ...options);
   const hint = element("div.cp-hint");
-  const valuesOf = (/** @type {string} */ name) =>
-    Object.fromEntries(Object.values(PRESETS).flatMap(Object.keys).map((key) => [key, PRESETS[name][key] ?? defaults[key]]));
+  const valuesOf = (/** @type {string} */ name) => Object.fromEntries(OWN.map((key) => [key, PRESETS[name][key] ?? defaults[key]]));
   return {
     element: element("label.cp-preset", {}, element("span", {}, say("preset")), choice, hint),
-    show: (/** @type {string} */ name) => {
+    show: (/** @type {Values} */ values) => {
+      const name = presetOf(values, defaults);
+      if (name) custom.remove();
+      else choice.append(custom);
       choice.value = name;
-      setText(hint, say(`preset.${name}.hint`));
+      const changed = OWN.filter((key) => values[key] !== defaults[key]).map((key) => `${key} ${values[key]}`);
+      const words = name ? say(`preset.${name}.hint`) : say("preset.custom.hint", { names: changed.join(", ") });
+      setText(hint, words);
     },
   };
 }

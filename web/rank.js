@@ -1,8 +1,8 @@
 /** One worker in the panel, in one line: name, memory, seconds per step, percent waiting. Its details open by a click. */
 
 import { element, setText } from "./elements.js";
-import { digits } from "./seconds.js";
-import { say } from "./words.js";
+import { digits, fixed } from "./seconds.js";
+import { say, translate } from "./words.js";
 
 /** @typedef {import("./status.js").Rank} Rank @typedef {import("./status.js").Status} Status */
 
@@ -67,7 +67,15 @@ export function gpuParts({ index, name, total_bytes: total }) {
  */
 export function cardName({ rank, device }) {
   const [kind, index] = device.split(":");
-  return kind === "cpu" ? say("card.cpu", { number: rank + 1 }) : say("card.gpu", { index: index ?? rank });
+  return kind === "cpu" ? workerName({ rank, device }) : say("card.gpu", { index: index ?? rank });
+}
+
+/**
+ * Its name in sentences on its end, "rank 1 (cpu)".
+ * @param {{rank: number, device: string}} rank
+ */
+export function workerName({ rank, device }) {
+  return translate({ code: "worker", values: { rank, device } });
 }
 
 /**
@@ -123,5 +131,5 @@ function waitingPercent(rank) {
 
 /** @param {number} bytes */
 function gib(bytes) {
-  return (bytes / GIB).toFixed(bytes < 10 * GIB ? 2 : 1);
+  return fixed(bytes / GIB, bytes < 10 * GIB ? 2 : 1);
 }

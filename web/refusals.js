@@ -4,6 +4,7 @@ import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { configAbove, nodeOf } from "./graph.js";
 import { tell } from "./notices.js";
+import { isOpen, known } from "./prompts.js";
 import { REMEDIED } from "./remedy.js";
 import { say, translate } from "./words.js";
 
@@ -16,7 +17,7 @@ const DISMISS = '[data-testid="error-overlay-dismiss"]';
 
 /**
  * What nodes/describe/refused_event.py sends. `widget` and `fix` are of a CP Parallel Config.
- * @typedef {{node_id: string, code: string, values: Record<string, any>, widget: string | null, fix: Record<string, any>}} Refusal
+ * @typedef {{prompt_id: string, node_id: string, code: string, values: Record<string, any>, widget: string | null, fix: Record<string, any>}} Refusal
  */
 
 export function startRefusals() {
@@ -35,16 +36,16 @@ export function startRefusals() {
     unwanted = false;
   });
   document.addEventListener(REMEDIED, () => dismiss());
-  runs.addEventListener("cp.refused", (event) => {
+  runs.addEventListener("cp.refused", async (event) => {
     /** @type {Refusal} */
     const refusal = /** @type {CustomEvent<any>} */ (event).detail;
-    const refused = nodeOf(String(refusal.node_id));
-    if (!refused) return;
-    const target = toChange(refused, refusal);
-    const link = { words: say("toast.node", { node: target.title }), open: () => show(target) };
-    dismiss();
-    dismiss = tell("error", say("toast.refused"), translate(refusal), 20 * SECONDS, [link]);
     unwanted = !overlayButton();
+    await known();
+    const refused = isOpen(refusal.prompt_id) ? nodeOf(String(refusal.node_id)) : undefined;
+    const target = refused && toChange(refused, refusal);
+    const links = target ? [{ words: say("toast.node", { node: target.title }), open: () => show(target) }] : undefined;
+    dismiss();
+    dismiss = tell("error", say("toast.refused"), translate(refusal), 20 * SECONDS, links);
   });
 }
 

@@ -1,7 +1,7 @@
 /** The last runs: what their time went into, and how much faster they were than one GPU. */
 
 import { element } from "./elements.js";
-import { digits, duration, moment } from "./seconds.js";
+import { digits, duration, fixed, moment, tenths } from "./seconds.js";
 import { count } from "./shares.js";
 import { elapsed, now } from "./status.js";
 import { say, translate } from "./words.js";
@@ -21,22 +21,19 @@ const MIN_SECONDS = 0.5; // seconds worth a word
 export function facts(run) {
   if (!run?.step_seconds) return [];
   const before = seconds(run, ["starting", "loading"]);
-  const time = took(seconds(run, ["sampling"]));
+  const time = tenths(seconds(run, ["sampling"]));
   const steps = say("run.steps", { steps: run.steps, time, seconds: digits(run.step_seconds) });
   const when = run.measured && run.alone && run.alone_at
     ? say("run.measured.at", { at: moment(run.alone_at), seconds: digits(run.alone) }) : "";
-  return [before < MIN_SECONDS ? steps : say("run.facts", { steps, before: duration(before) }), faster(run), when].filter(Boolean);
+  return [before < MIN_SECONDS ? steps : say("run.facts", { steps, before: duration(before) }), ...traits(run), when].filter(Boolean);
 }
 
 /**
- * "4 GPUs, 12 steps in 2.4 s, 3.4 x one GPU": what a run took; nothing before there was a step.
- * @param {Run | undefined} run
+ * What else is to be said of its result: that it is approximate, and how many times as fast it was as one GPU.
+ * @param {Run} run
  */
-export function result(run) {
-  if (!run?.step_seconds) return "";
-  const workers = count(run.workers, run.kind === "cpu");
-  const done = say("line.done", { workers, steps: run.steps, time: took(seconds(run, ["sampling"])) });
-  return [done, faster(run)].filter(Boolean).join(", ");
+export function traits(run) {
+  return [run.approximate ? say("approximate") : "", faster(run)].filter(Boolean);
 }
 
 /**
@@ -45,15 +42,7 @@ export function result(run) {
  */
 function faster(run) {
   if (!run.alone || !run.step_seconds) return "";
-  return say(run.measured ? "run.measured" : "run.estimated", { times: (run.alone / run.step_seconds).toFixed(1) });
-}
-
-/**
- * A time that was taken: to a tenth of a second up to a minute.
- * @param {number} time
- */
-export function took(time) {
-  return time < 60 ? say("time.seconds", { seconds: time.toFixed(1) }) : duration(time);
+  return say(run.measured ? "run.measured" : "run.estimated", { times: fixed(run.alone / run.step_seconds, 1) });
 }
 
 /** @returns {HTMLElement & {show: () => void}} the last runs, each a bar of its phases */
@@ -102,7 +91,7 @@ function shownRuns() {
 function bar(run, longest) {
   const parts = run.phases.map(([phase, time]) =>
     element(`span.cp-phase.cp-phase-${phase}`, {
-      style: `flex-grow: ${time}`, title: `${say(`phase.${phase}`)}: ${took(time)}`,
+      style: `flex-grow: ${time}`, title: `${say(`phase.${phase}`)}: ${tenths(time)}`,
     }));
   const wide = Math.min(100, Math.max(4, (100 * seconds(run, PHASES)) / longest));
   if (run.end === "refused" && !run.phases.length) return refused(run);
@@ -110,12 +99,12 @@ function bar(run, longest) {
   const name = run.measuring ? `${say("run.measure")}: ${kind}` : kind;
   const figures = [
     count(run.workers, run.kind === "cpu"), run.tokens ? say("run.tokens", { tokens: run.tokens }) : "",
-    run.step_seconds ? say("step.seconds", { seconds: digits(run.step_seconds) }) : "", faster(run), translate(run.reason),
+    run.step_seconds ? say("step.seconds", { seconds: digits(run.step_seconds) }) : "", ...traits(run), translate(run.reason),
   ].filter(Boolean).join(" · ");
-  const time = took(seconds(run, run.step_seconds ? ["sampling"] : PHASES));
+  const time = tenths(seconds(run, run.step_seconds ? ["sampling"] : PHASES));
   return element(
     "li.cp-run", { title: [name, ...facts(run)].join(". "), "data-end": run.end },
-    element("div.cp-line.cp-small", {}, ...ending(run), element("span.cp-name", {}, name), element("span", {}, time)),
+    element("div.cp-line.cp-small", {}, ...mark(run), element("span.cp-name", {}, name), element("span", {}, time)),
     element("div.cp-small.cp-figures", {}, figures),
     element("div.cp-phases", { style: `width: ${wide}%` }, ...parts),
   );
@@ -128,23 +117,28 @@ function bar(run, longest) {
 function refused(run) {
   return element(
     "li.cp-run", { title: translate(run.reason), "data-end": run.end },
-    element("div.cp-line.cp-small", {}, ...ending(run), element("span.cp-name", {}, moment(run.began))),
+    element("div.cp-line.cp-small", {}, ...mark(run), element("span.cp-name", {}, moment(run.began))),
     element("div.cp-small.cp-figures", {}, translate(run.reason)),
   );
 }
 
+/** @param {Run} run */
+function mark(run) {
+  const [word, sign] = ending(run);
+  return word ? [element("span.cp-end", { title: word, "aria-label": word }, run.end === "idle" ? sign : `${sign} ${word}`)] : [];
+}
+
 /**
- * A mark, and a word where it did not end well.
+ * How it ended, as a word and a sign; [] while it goes on.
  * @param {Run} run
+ * @returns {string[]}
  */
-function ending({ end }) {
-  const marks = /** @type {Record<string, [string, string]>} */ ({
-    idle: ["✓", say("run.ok")], cancelled: ["⊘", say("run.cancelled")], died: ["✕", say("run.died")],
-    unstarted: ["✕", say("run.died")], refused: ["⊘", say("run.refused")],
+export function ending({ end }) {
+  const ends = /** @type {Record<string, string[]>} */ ({
+    idle: [say("run.ok"), "✓"], cancelled: [say("run.cancelled"), "⊘"], died: [say("run.died"), "✕"],
+    unstarted: [say("run.died"), "✕"], refused: [say("run.refused"), "⊘"],
   });
-  if (!marks[end]) return [];
-  const [mark, word] = marks[end];
-  return [element("span.cp-end", { title: word, "aria-label": word }, end === "idle" ? mark : `${mark} ${word}`)];
+  return ends[end] ?? [];
 }
 
 /**

@@ -1,6 +1,6 @@
 /** Times as a person reads them. */
 
-import { say } from "./words.js";
+import { language, say } from "./words.js";
 
 const MINUTE = 60;
 
@@ -9,7 +9,32 @@ const MINUTE = 60;
  * @param {number} seconds
  */
 export function digits(seconds) {
-  return seconds.toFixed(seconds < 10 ? 2 : 1);
+  return fixed(seconds, seconds < 10 ? 2 : 1);
+}
+
+/**
+ * With so many digits behind the point, or comma, of the user's language.
+ * @param {number} number
+ * @param {number} places
+ */
+export function fixed(number, places) {
+  return number.toLocaleString(language(), { minimumFractionDigits: places, maximumFractionDigits: places, useGrouping: false });
+}
+
+/**
+ * A time that was taken: to a tenth of a second up to a minute.
+ * @param {number} time
+ */
+export function tenths(time) {
+  return time < MINUTE ? say("time.seconds", { seconds: fixed(time, 1) }) : duration(time);
+}
+
+/**
+ * A wait in one number: "8 s", "4 min".
+ * @param {number} seconds
+ */
+export function short(seconds) {
+  return seconds < 2 * MINUTE ? duration(seconds) : say("time.about", { minutes: Math.round(seconds / MINUTE) });
 }
 
 /**

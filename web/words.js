@@ -66,6 +66,6 @@ function fillIn(text, values) {
 }
 
 /** @returns {string} */
-function language() {
+export function language() {
   return app.extensionManager?.setting.get("Comfy.Locale") ?? "en";
 }

@@ -155,7 +155,7 @@ def _explain(
     decode = explain_decode(vae, subject.latent, plan.placement, profile) if vae is not None else ""
     if seen.refused is not None:
         troubles.append(_trouble_row("trouble.weights", seen.refused))
-    kind = run_kind(described.spec, work)
+    kind = run_kind(described.spec, work, request)
     setup, paces = RunSetup.of(degrees, plan.placement), runtime.history.paces(kind)
     pace = next((one for one in paces if one.setup == setup), None)
     made = report(

@@ -23,9 +23,12 @@ def announce_refusals() -> Iterator[None]:
     except Refused as refused:
         server, context = PromptServer.instance, get_executing_context()
         node = context.node_id if context is not None else server.last_node_id
+        prompt = context.prompt_id if context is not None else server.last_prompt_id
         runtime.journal.note(f"[CP] refused: {refused}")
         runtime.refused(refused.sentence)
-        server.send_sync(EVENT, {"node_id": node, "fix": refused.fix, **refusal_json(refused)}, server.client_id)
+        if server.client_id is not None:  # None: an API prompt of nobody's page
+            event = {"prompt_id": prompt, "node_id": node, "fix": refused.fix, **refusal_json(refused)}
+            server.send_sync(EVENT, event, server.client_id)
         raise
 
 

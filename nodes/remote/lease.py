@@ -27,7 +27,7 @@ from ...parallel_runtime.planning.resolve import alternatives, best_plan, resolv
 from ...parallel_runtime.planning.run_plan import Estimate, RunPlan
 from ...parallel_runtime.planning.seconds import times_as_fast
 from ...parallel_runtime.planning.work_shares import are_automatic
-from ...parallel_runtime.request import AfterSampling
+from ...parallel_runtime.request import AfterSampling, ParallelRequest
 from ...parallel_runtime.specs import ModelSpec, Placement
 from ..describe.local_devices import comfy_setup
 from .comfy_memory import LIMIT, GroupModel, capacity_for, sum_by_device, unload_comfyui_models, user_limits
@@ -255,7 +255,7 @@ class Lease:
         work = inputs.work
         assert work is not None
         speedup = _estimate_speedup(inputs, plan, work)
-        self.group.activity.history.size = Size(run_kind(self.spec, work), speedup, work.tokens)
+        self.group.activity.history.size = Size(run_kind(self.spec, work, inputs.request), speedup, work.tokens)
         if are_automatic(inputs.request.shares):
             self.group.balance.begin(self.spec, plan.degrees)
         if inputs.gpus == 1 == plan.placement.world_size:
@@ -267,10 +267,13 @@ class Lease:
             log.info("[CP] prompts run one after the other: memory is too small for %d at once", prompts)
 
 
-def run_kind(spec: ModelSpec, work: Work) -> tuple[object, ...]:
-    """Returns a key of runs that take equally long on the same workers. A few more text tokens do not change it."""
-    tokens = round(KINDS_PER_DOUBLING * math.log2(max(1, work.tokens)))
-    return spec.unpatched, work.network.weight_bytes, work.sequences, work.prompts, work.cached, tokens
+def run_kind(spec: ModelSpec, work: Work, request: ParallelRequest) -> tuple[object, ...]:
+    """Returns a key of runs that take equally long on the same workers: others are not compared. A few more text tokens
+    do not change it."""
+    tokens, options = round(KINDS_PER_DOUBLING * math.log2(max(1, work.tokens))), request.options
+    chosen = options.step_cache, options.attention_backend, options.cuda_graphs, request.weights
+    network = spec.unpatched, spec.compute_dtype, spec.compilation, work.network.weight_bytes
+    return *network, work.sequences, work.prompts, tokens, *chosen
 
 
 def _estimate_speedup(inputs: PlanInputs, plan: RunPlan, work: Work) -> float | None:

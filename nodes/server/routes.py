@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from aiohttp import web
 from server import PromptServer
 
 from ...parallel_runtime.errors import Refused, say
-from ...parallel_runtime.explain.remedy import changes, changes_to, instead
+from ...parallel_runtime.explain.remedy import Change, changes, changes_to, instead
 from ...parallel_runtime.group.group_status import BUSY
 from ...parallel_runtime.group.journal import LINES
 from ...parallel_runtime.group.runtime import runtime
@@ -95,27 +96,34 @@ async def restart(_: web.Request) -> web.Response:
 async def check(request: web.Request) -> web.Response:
     """Returns the plan of a CP Parallel Config with these values, or why it cannot work."""
     try:
-        config = ParallelRequest.of(await request.json())
+        values = await request.json()
     except (ValueError, LookupError, RecursionError) as error:  # LookupError: of the request's charset
-        refused = error if isinstance(error, Refused) else Refused("config.unreadable", reason=str(error))
-        fix = [asdict(change) for change in changes_to(refused.fix)]
-        return web.json_response({"error": str(refused), **refusal_json(refused), "fix": fix}, status=400)
-    return web.json_response(await asyncio.to_thread(_plan_json, config))
+        refused = Refused("config.unreadable", reason=str(error))
+        return web.json_response({"error": str(refused), **refusal_json(refused), "fix": []}, status=400)
+    return web.json_response(await asyncio.to_thread(_plan_json, values))
 
 
-def _plan_json(config: ParallelRequest) -> dict[str, Any]:
+def _plan_json(values: object) -> dict[str, Any]:
     gpus = visible_gpus()
+    try:
+        config = ParallelRequest.of(values)
+    except Refused as refused:
+        return _refusal(gpus, refused, changes_to(refused.fix))
     try:
         plan = plan_without_model(config, guided=True)
     except Refused as refused:
         nearest = instead(partial(plan_inputs, guided=True), config, refused.fix)
-        fix = [asdict(change) for change in changes(config, nearest)]
-        return {"gpus": gpus, "reason": str(refused), **refusal_json(refused), "fix": fix}
+        return _refusal(gpus, refused, changes(config, nearest))
     placement = plan.placement
     degrees = config.degrees_without_model(placement.world_size)
     result = {"workers": placement.world_size, "devices": placement.devices, "degrees": degrees}
     result["shares"] = work_percent(plan.degrees, placement) if len(set(plan.degrees.shares)) > 1 else []
     return {"gpus": gpus, "cores": os.cpu_count(), "reason": "", **result}
+
+
+def _refusal(gpus: int, refused: Refused, changed: Sequence[Change]) -> dict[str, Any]:
+    fix = [asdict(change) for change in changed]
+    return {"gpus": gpus, "reason": str(refused), **refusal_json(refused), "fix": fix}
 
 
 def _unload_models() -> list[str] | None:

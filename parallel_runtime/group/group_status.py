@@ -48,17 +48,19 @@ class Loss:
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """One run. `phases` are its finished states with their seconds, in order. `step_seconds` is the mean time between
-    steps, without the first step; `waited` is the fraction of a step spent waiting for other workers, None if unknown.
-    `alone` is the seconds a step on one worker: `measured` in a run of this size at the time `alone_at`, or else
-    estimated; None if unknown, if workers share a device, or if the speedup is implausible.
+    steps, without the first two if there are more; `waited` is the fraction of a step spent waiting for other workers,
+    None if unknown. `alone` is the seconds a step on one worker: `measured` in a run of this size at the time
+    `alone_at`, or else estimated; None if unknown, if workers share a device, if the speedup is implausible, or if the
+    result is not that of one worker.
     `kind` is that of the devices, `tokens` the size of the work, 0 if unknown. `measuring`: CP Plan asked for it.
-    `reason` says why a run was refused."""
+    `approximate`: its result is not the picture of one GPU. `reason` says why a run was refused."""
 
     model: str = ""
     workers: int = 1
     kind: str = ""
     tokens: int = 0
     measuring: bool = False
+    approximate: bool = False
     began: float = 0.0
     phases: tuple[tuple[str, float], ...] = ()
     steps: int = 0

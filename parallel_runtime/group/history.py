@@ -30,16 +30,18 @@ class Size:
 @dataclass(frozen=True)
 class RunSetup:
     """How a run was divided: its `degrees`, without what else a Parallelism has, and the kind of devices. `shared`:
-    several workers use one device, or the cores of one machine."""
+    several workers use one device, or the cores of one machine. `patched`: by token patches, which one worker has
+    not."""
 
     degrees: Parallelism = field(default_factory=Parallelism)
     kind: str = ""
     shared: bool = False
+    patched: bool = False
 
     @classmethod
     def of(cls, degrees: Parallelism, placement: Placement) -> RunSetup:
         only = replace(degrees, stages=(), options=EngineOptions(), shares=())
-        return cls(only, placement.device_kind, placement.shared)
+        return cls(only, placement.device_kind, placement.shared, degrees.options.token_patches > 1)
 
     @property
     def workers(self) -> int:
@@ -50,9 +52,10 @@ class RunSetup:
         return RunSetup(kind=self.kind)
 
     def credible(self, times: float | None) -> float | None:
-        """Returns this speedup, or None if it is implausible or the devices are shared."""
+        """Returns this speedup, or None if it is implausible, the devices are shared, or the result is not that of one
+        worker (token patches)."""
         believed = times is not None and self.workers > 1 and times <= MAX_SPEEDUP_PER_WORKER * self.workers
-        return times if believed and not self.shared else None
+        return times if believed and not self.shared and not self.patched else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +81,7 @@ class History:
         self.requested_at: float | None = None
         self.measuring = False
         self._paces: dict[Hashable, dict[str, dict[RunSetup, Pace]]] = {}  # the fastest, by work and sampler
-        self._first_step: tuple[int, float] | None = None  # the first step of the run that was reported, and its time
+        self._first_steps: list[tuple[int, float]] = []  # the first two of the run that were reported, and their times
 
     def paces(self, key: Hashable) -> tuple[Pace, ...]:
         """Returns the paces measured for this work with its last sampler, fewest workers first; () for a single
@@ -112,9 +115,12 @@ class History:
         if now.state in TIMED and self._begins_run(now.state):
             self._append(Run(began=now.since, workers=workers, kind=kind, measuring=self.measuring))
         if now.state in ("loading", "sampling"):
-            self._replace_last(replace(self.runs[-1], model=now.model, measuring=self.measuring))
+            approximate = now.degrees is not None and now.degrees.options.approximate
+            self._replace_last(
+                replace(self.runs[-1], model=now.model, measuring=self.measuring, approximate=approximate)
+            )
         if now.state == "loading":
-            self._first_step = None
+            self._first_steps = []
         if now.state in ENDS - {"none"} and before.state != "starting":
             self.requested_at = None
         failed = now.state == "unstarted" and before.state == "starting"
@@ -122,8 +128,11 @@ class History:
             self._ended(before, now.state)
 
     def step_done(self, now: Status, at: float) -> None:
-        """Another step is done, `at` this time by time.monotonic."""
-        first, began = self._first_step = self._first_step or (now.step, at)
+        """Another step is done, `at` this time by time.monotonic. The pace leaves out the first step, and the second one
+        too once there are more: workers that have just started may record it, and a run on warm ones would look faster
+        than what it is compared with."""
+        self._first_steps = [*self._first_steps, (now.step, at)][:2]
+        first, began = max((step for step in self._first_steps if step[0] < now.step), default=(now.step, at))
         run = replace(self.runs[-1], tokens=self.size.tokens)
         pace = (at - began) / (now.step - first) if now.step > first else run.step_seconds
         self._replace_last(

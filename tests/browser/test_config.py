@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -43,6 +42,7 @@ HISTORY = """() => {
     workflow.changeTracker.captureCanvasState();
     return [workflow.changeTracker.undoQueue.length, workflow.isModified];
 }"""
+DEVICES = "() => app.graph.nodes[0].widgets.find(widget => widget.name === 'devices').value"
 SAYS = "words => document.querySelector('.cp-summary')?.textContent.includes(words)"
 
 
@@ -231,9 +231,10 @@ def test_what_only_several_machines_or_patches_need_shows_with_them(page: Any) -
 def test_a_preset_sets_its_widgets_and_is_read_from_them(page: Any) -> None:
     put(page, [["CPParallelConfig", 0, 0, {"data_degree": 2, "devices": "cpu,cpu"}]])
     page.wait_for_function(SAYS, arg="2 CPU workers")
-    preset, before = page.get_by_label("Preset"), page.evaluate(SAVED)
-    assert preset.input_value() == "auto"
-    for name in [option.get_attribute("value") for option in preset.locator("option").all()]:
+    preset, devices = page.get_by_label("Preset"), page.evaluate(DEVICES)
+    hint = page.locator(".cp-preset .cp-hint")
+    assert (preset.input_value(), hint.inner_text()) == ("", "Differs from Auto: data_degree 2.")
+    for name in [option.get_attribute("value") for option in preset.locator("option").all()][:-1]:
         preset.select_option(name)
         page.wait_for_function("name => document.querySelector('.cp-preset select').value === name", arg=name)
         page.evaluate("async () => app.loadGraphData(app.graph.serialize())")
@@ -244,10 +245,57 @@ def test_a_preset_sets_its_widgets_and_is_read_from_them(page: Any) -> None:
     page.evaluate(EDIT, ["step_cache", 0.1])
     wait_until_drawn(page)
     assert preset.input_value() == "approximate", "it is the user's to adjust"
-    preset.select_option("auto")
-    page.wait_for_function(
-        "saved => JSON.stringify((" + SAVED + ")()) === saved", arg=json.dumps(before, separators=(",", ":"))
+    assert "Approximate: not the picture of one GPU." in page.locator(".cp-verdict").inner_text()
+    for edit in (["pipeline_degree", 2], ["patches", 4], ["shares", "3,2"], ["ring_degree", 3]):
+        page.evaluate(EDIT, edit)
+    wait_until_drawn(page)
+    assert (preset.input_value(), preset.locator("option:checked").inner_text()) == ("", "Custom")
+    assert hint.inner_text() == (
+        "Differs from Auto: ring_degree 3, pipeline_degree 2, patches 4, shares 3,2, step_cache 0.1."
     )
+    preset.select_option("auto")
+    page.wait_for_function("() => app.graph.nodes[0].widgets.find(one => one.name === 'patches').value === 1")
+    names = page.evaluate("() => Object.values(app.graph.nodes[0].constructor.nodeData.input_order).flat()")
+    values = dict(zip(names, page.evaluate(SAVED), strict=True))
+    assert [values[name] for name in ("pipeline_degree", "shares", "ring_degree", "data_degree")] == [1, "auto", 0, 0]
+    assert page.evaluate(DEVICES) == devices, "which GPUs is no matter of a preset"
+    assert preset.locator("option").count() == 6, "nothing is custom any more"
+
+
+@BOTH
+def test_what_is_approximate_says_so(page: Any) -> None:
+    put(page, [["CPParallelConfig", 0, 0, {"devices": "cpu,cpu", "pipeline_degree": 2}]])
+    page.wait_for_function(SAYS, arg="2 CPU workers, in 2 stages")
+    assert "pproximate" not in page.locator(".cp-verdict").inner_text(), "a pipeline is exact"
+    page.evaluate(EDIT, ["patches", 4])
+    page.wait_for_function("document.querySelector('.cp-verdict').textContent.includes('Approximate: not the picture')")
+
+
+def test_an_answer_to_an_older_edit_is_not_shown_and_no_answer_is_said(page: Any) -> None:
+    def slow(route: Any) -> None:
+        values = route.request.post_data_json
+        if values["ring_degree"] == 7:
+            late.append(route)
+        elif values["ring_degree"] == 5:
+            route.abort()
+        else:
+            route.continue_()
+
+    late: list[Any] = []
+    put(page, [["CPParallelConfig", 0, 0, {"devices": "cpu,cpu"}]])
+    page.wait_for_function(SAYS, arg="2 CPU workers")
+    page.context.route("**/cp/check", slow)
+    with page.expect_request("**/cp/check"):
+        page.evaluate(EDIT, ["ring_degree", 7])
+    page.evaluate(EDIT, ["ring_degree", 2])
+    page.wait_for_function(SAYS, arg="ring 2")
+    with page.expect_response("**/cp/check"):
+        late.pop().continue_()
+    wait_until_drawn(page)
+    page.wait_for_timeout(200)
+    assert page.locator(".cp-summary.cp-bad").count() == 0, "the verdict on ring_degree 7 stands over ring_degree 2"
+    page.evaluate(EDIT, ["ring_degree", 5])
+    page.wait_for_function(SAYS, arg="No answer from ComfyUI")
 
 
 @BOTH

@@ -30,6 +30,18 @@ REMEMBER = """selector => {
         if (document.querySelector('.cp-state')?.textContent === 'Died') window.died ||= Date.now();
     }).observe(document.body, { childList: true, subtree: true, characterData: true });
 }"""  # toasts go away, and a busy machine looks late
+KEPT_TOASTS = """() => {
+    window.lives = [];
+    const toasts = app.extensionManager.toast, { add, error } = toasts;
+    toasts.add = message => {
+        if (message.severity === 'error') window.lives.push(message.life ?? null);
+        add(message);
+    };
+    if (error) toasts.error = (summary, more) => {
+        window.lives.push(more.duration === Infinity ? -1 : more.duration);
+        return error(summary, more);
+    };
+}"""  # milliseconds
 WAS_SHOWN = "words => window.told.some(said => said.includes(words))"
 STARTS = "words => document.querySelector('.cp-state')?.textContent.startsWith(words)"
 
@@ -111,7 +123,7 @@ def test_the_panel_follows_a_run_a_kill_and_a_recovery(page: Any, server: Server
     assert page.locator(".cp-model").inner_text() == status["model"] == "flux_dev.safetensors"
     assert page.locator(".cp-degrees").first.inner_text() == "2 CPU workers, each half of the picture's tokens"
     assert page.locator(".cp-card").count() == len(status["ranks"]) == 2
-    assert page.locator(".cp-rank").all_inner_texts() == ["CPU worker 1", "CPU worker 2"]
+    assert page.locator(".cp-rank").all_inner_texts() == ["rank 0 (cpu)", "rank 1 (cpu)"]
     memory = page.locator(".cp-memory").first.text_content()
     used, total = (float(number) for number in re.findall(r"[\d.]+", memory))
     assert total == pytest.approx(status["ranks"][0]["total_bytes"] / 2**30, abs=0.06)
@@ -124,11 +136,12 @@ def test_the_panel_follows_a_run_a_kill_and_a_recovery(page: Any, server: Server
         "/^\\d+ % waiting for other GPUs$/.test(document.querySelectorAll('.cp-row .cp-waited')[1].title)"
     )
     page.wait_for_function("/^for .* · .* left$/.test(document.querySelector('.cp-clock').textContent)")
-    page.wait_for_function(f"/^2 CPU workers, step .* s each, .* left$/.test(({LINE})())")
+    page.wait_for_function(f"/^\\d+ of 2000, .* left, .* s each, 2 CPU workers$/.test(({LINE})())")
     assert page.locator(".cp-legend").inner_text().split() == ["Start", "Load", "Steps"]
     assert page.locator(".cp-badge").inner_text().startswith("Step")
 
     page.evaluate(REMEMBER, TOAST)
+    page.evaluate(KEPT_TOASTS)
     killed = time.time()
     server.workers()[1].kill()
     shows(page, "Died")
@@ -136,9 +149,12 @@ def test_the_panel_follows_a_run_a_kill_and_a_recovery(page: Any, server: Server
     page.wait_for_function(
         "document.querySelector('.cp-hint').textContent.includes('rank 1 (cpu) was killed by SIGKILL')"
     )
-    page.wait_for_function(WAS_SHOWN, arg="A GPU worker died (rank 1, cpu)")
+    page.wait_for_function(WAS_SHOWN, arg="A GPU worker died: rank 1 (cpu)")
     page.wait_for_function(WAS_SHOWN, arg="worker rank 1 (cpu) was killed by SIGKILL")
+    assert not page.evaluate(WAS_SHOWN, "main memory ran out"), "it has not"
     page.get_by_role("button", name="Show GPU workers").first.wait_for()
+    assert page.evaluate("window.lives") in ([None], [-1]), "it goes before anybody has read it"
+    page.wait_for_function(f"/^2 CPU workers: failed at step \\d+ of 2000$/.test(({LINE})())")
     assert page.locator(".cp-lost .cp-device").all_text_contents() == ["cpu \u00b7 rank 1"], "which of them it was"
     assert "elastic" not in page.locator(".cp-log").inner_text(), "torchrun's own words"
     page.locator(".cp-panel .cp-link").click()

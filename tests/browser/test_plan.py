@@ -12,6 +12,7 @@ from .renderers import BOTH
 
 RUN = "queue-button"
 COST = ".cp-cost"
+ANOTHER_ENDS = "() => app.api.dispatchCustomEvent('execution_success', { prompt_id: 'another', timestamp: 0 })"
 CONFIG = """() => Object.fromEntries(app.graph.nodes.find(node => node.type === 'CPParallelConfig')
     .widgets.map(widget => [widget.name, widget.value]))"""
 
@@ -64,7 +65,11 @@ def test_a_refusal_comes_first_and_its_button_leads_to_the_picture_and_to_times(
 
     assert "takes 4 steps on 1, 2 CPU workers, one after the other" in page.locator(COST).inner_text()
     page.get_by_role("button", name="Measure", exact=True).click()
+    page.get_by_role("button", name="Measuring").wait_for()
+    page.evaluate(ANOTHER_ENDS)
+    assert page.get_by_role("button", name="Measuring").is_disabled(), "another prompt of the queue has ended"
     page.wait_for_selector(".cp-chart")
+    page.get_by_role("button", name="Measure", exact=True).wait_for()
     assert re.search(r"About (\d+ min )?\d+ s, going by earlier runs\.", page.locator(COST).inner_text())
     assert page.locator(".cp-who").all_inner_texts() == ["1 CPU worker", "2 CPU workers, ulysses 2"]
     assert all("s per step" in took for took in page.locator(".cp-took").all_inner_texts())

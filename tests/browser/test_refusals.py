@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..comfyui.server import Server
 from .comfyui_page import TOAST
 from .graphs import TEXT, put_sampler
 from .renderers import BOTH
@@ -55,6 +56,46 @@ def count_overlays(page: Any) -> None:
     """Counts ComfyUI's messages from now on, in a workflow of its own: of the one that the page opens with, ComfyUI may
     still be about to say that its models are missing."""
     page.evaluate(COUNT_OVERLAYS)
+
+
+HEAR = "() => app.api.addEventListener('cp.refused', event => { window.refusal = event.detail; })"
+AGAIN = "() => app.api.dispatchEvent(new CustomEvent('cp.refused', { detail: window.refusal }))"
+
+
+def test_a_refusal_leads_to_no_node_of_another_workflow(page: Any) -> None:
+    """Another tab has nodes of the same numbers."""
+    put_sampler(page, kind="CPSampler")
+    page.evaluate(CONFIG)
+    page.evaluate(HEAR)
+    page.get_by_test_id("queue-button").click()
+    page.wait_for_function("window.refusal")
+    page.get_by_role("button", name="Show CP Parallel Config").wait_for()
+    page.evaluate("async () => app.loadGraphData({ ...app.graph.serialize(), id: crypto.randomUUID() })")
+    page.evaluate(AGAIN)
+    page.get_by_role("button", name="Show GPU workers").wait_for()
+    assert page.get_by_role("button", name="Show CP Parallel Config").count() == 0
+    assert "ring_degree 3" in page.locator(TOAST).last.inner_text()
+
+
+def test_a_script_without_a_client_is_refused_on_no_page(page: Any, server: Server) -> None:
+    put_sampler(page, kind="CPSampler")
+    page.evaluate(CONFIG)
+    page.evaluate(HEAR)
+    done = page.evaluate(
+        """async () => {
+            const { output } = await app.graphToPrompt();
+            const body = JSON.stringify({ prompt: output });
+            const { prompt_id: id } = await (await app.api.fetchApi('/prompt', { method: 'POST', body })).json();
+            for (;;) {
+                const past = await (await app.api.fetchApi(`/history/${id}`)).json();
+                if (past[id]) return past[id].status.status_str;
+                await new Promise(again => setTimeout(again, 100));
+            }
+        }"""
+    )
+    assert done == "error"
+    page.wait_for_timeout(500)
+    assert page.evaluate("window.refusal") is None
 
 
 @BOTH

@@ -207,12 +207,18 @@ def _described(name: str) -> Any:
 
 
 def logged(rank: int, world: int) -> dict[str, bool]:
-    """Whether ComfyUI's log has the traceback of a refusal, of a crash while one was handled, and of the reverse."""
-    return {"refused": _is_logged(_refuse), "crashed": _is_logged(_crash), "refused after": _is_logged(_refuse_after)}
+    """Whether ComfyUI's log has the traceback of a refusal, of a crash while one was handled, of the reverse, and of a
+    worker's death."""
+    acts = {"refused": _refuse, "crashed": _crash, "refused after": _refuse_after, "died": _die}
+    return {name: _is_logged(act) for name, act in acts.items()}
 
 
 def _refuse() -> None:
     raise errors.Refused("the degrees do not fit")
+
+
+def _die() -> None:
+    raise errors.WorkerDied("worker rank 1 was killed")
 
 
 def _crash() -> None:
@@ -232,8 +238,6 @@ def _refuse_after() -> None:
 def _is_logged(act: Any) -> bool:
     try:
         act()
-    except (errors.Refused, KeyError):  # where ComfyUI logs it
-        return bool(
-            pack_module("nodes")._is_not_refusal_traceback(logging.makeLogRecord({"msg": traceback.format_exc()}))
-        )
+    except (errors.ParallelError, KeyError):  # where ComfyUI logs it
+        return bool(pack_module("nodes")._is_needed(logging.makeLogRecord({"msg": traceback.format_exc()})))
     raise AssertionError("nothing was raised")

@@ -287,8 +287,10 @@ def test_a_plan_with_boxes_in_a_prompt_keeps_the_images_of_a_batch_together_as_t
     assert alone.run(f"{CODE}planned_with_boxes") == [[False, True]]
 
 
-def test_of_a_refusal_the_log_has_the_sentence_and_of_a_crash_that_handles_one_the_traceback(alone: Group) -> None:
-    assert alone.run(f"{CODE}logged") == [{"refused": False, "crashed": True, "refused after": False}]
+def test_the_log_has_no_traceback_of_a_refusal_or_a_dead_worker_and_that_of_a_crash_which_handles_one(
+    alone: Group,
+) -> None:
+    assert alone.run(f"{CODE}logged") == [{"refused": False, "crashed": True, "refused after": False, "died": False}]
 
 
 def test_conditions_of_a_native_samplers_run_are_forgotten_when_it_is_over(alone: Group) -> None:

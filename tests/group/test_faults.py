@@ -10,15 +10,17 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from parallel_runtime.errors import WorkerDied, WorkerFailed
+from parallel_runtime.errors import Cause, WorkerDied, WorkerFailed
 from parallel_runtime.group import worker_group as group_module
 from parallel_runtime.group.worker_group import WorkerGroup
 from parallel_runtime.specs import Parallelism
+from parallel_runtime.worker.process import agent
 
 from ..groups import (
     Stop,
@@ -96,7 +98,7 @@ def test_a_killed_worker_fails_the_run_at_once_and_by_name(doomed, flux):
             killed = time.monotonic()
             os.kill(workers_of(doomed)[1], signal.SIGKILL)
 
-    with pytest.raises(WorkerDied, match=r"worker rank 1 \(cpu\) was killed by SIGKILL"):
+    with pytest.raises(WorkerDied, match=r"worker rank 1 \(cpu\) was killed by SIGKILL$"):  # memory has not run out
         doomed.run(flux, ULYSSES, flux_job(steps=100_000), on_step=kill)
     assert time.monotonic() - killed < 2
     assert not doomed.alive
@@ -110,6 +112,18 @@ def test_an_evaluation_longer_than_the_stall_limit_is_no_hang_as_long_as_blocks_
         started = time.monotonic()
         assert samples(group, flux, ULYSSES, steps=1).isfinite().all()
         assert time.monotonic() - started > 2 * 2.0, "its evaluations were too short to show anything"
+
+
+def test_main_memory_is_blamed_where_linux_has_killed_for_it(monkeypatch, tmp_path):
+    vmstat = tmp_path / "vmstat"
+    monkeypatch.setattr(agent, "VMSTAT", str(vmstat))
+    assert agent.out_of_memory_kills() == 0
+    vmstat.write_text("nr_free_pages 12\noom_kill 3\n")
+    assert agent.out_of_memory_kills() == 3
+    full = Cause(kind="killed", rank=1, signal="SIGKILL", host_memory_full=True)
+    assert "main memory ran out" in full.sentence("rank 1")
+    assert "main memory" not in replace(full, signal="SIGSEGV").sentence("rank 1")
+    assert "main memory" not in replace(full, host_memory_full=False).sentence("rank 1")
 
 
 def test_a_stopped_worker_fails_the_run_within_the_stall_limit(doomed, flux):

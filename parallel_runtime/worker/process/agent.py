@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 
 AGENT_PID = "CP_AGENT_PID"
 PR_SET_PDEATHSIG = 1
+VMSTAT = "/proc/vmstat"
 
 
 def main(report: Connection) -> None:
@@ -30,11 +31,13 @@ def main(report: Connection) -> None:
     from ...wire.messages import Ended, encode
 
     register()
+    kills = out_of_memory_kills()
     try:
         torchrun()
     except ChildFailedError as failed:
+        full = out_of_memory_kills() > kills
         causes = [
-            Cause(kind="killed", rank=rank, signal=failure.signal_name())
+            Cause(kind="killed", rank=rank, signal=failure.signal_name(), host_memory_full=full)
             if failure.exitcode < 0
             else Cause(kind="exited", rank=rank, exit_code=failure.exitcode)
             for rank, failure in sorted(failed.failures.items(), key=lambda item: item[1].timestamp)
@@ -45,6 +48,15 @@ def main(report: Connection) -> None:
         first_line = str(error).partition("\n")[0]
         report.send_bytes(encode(Ended(error=f"{type(error).__name__}: {first_line}")))
         raise
+
+
+def out_of_memory_kills() -> int:
+    """Returns how many processes Linux has killed since main memory, or that of a container, ran out; 0 if unknown."""
+    try:
+        with open(VMSTAT) as lines:
+            return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+    except OSError:
+        return 0
 
 
 def die_when(wait: Callable[[], object], clean_up: Callable[[], object]) -> None:
