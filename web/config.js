@@ -17,6 +17,7 @@ import { say, translate } from "./words.js";
 const EDIT_MILLISECONDS = 150;
 const MARGIN = 6; // pixels around each of our elements
 const LEAST = 24;
+const HIGH_CACHE = 0.3;
 
 /** @param {any} node a new CP Parallel Config */
 export function addSummary(node) {
@@ -111,9 +112,10 @@ async function summarise(node, parts) {
   const verdict = linked ? { words: say("config.linked") } : await fetchVerdict(values).catch(() => ({ words: say("state.unknown") }));
   if (node.cpQuestion !== question) return;
   const approximate = !verdict.bad && isApproximate(values, defaultsOf(node)) ? say("approximate.hint") : "";
+  const high = !verdict.bad && values.step_cache > HIGH_CACHE ? say("cache.high", { share: values.step_cache }) : "";
   setText(parts.words, verdict.words);
   setText(parts.terms, verdict.terms ?? "");
-  setText(parts.note, [approximate, verdict.note].filter(Boolean).join(" "));
+  setText(parts.note, [approximate, high, verdict.note].filter(Boolean).join(" "));
   parts.out.replaceChildren(...remedy(node, verdict.fix ?? [], () => {}));
   for (const part of Object.values(parts)) part.hidden = !part.textContent;
   parts.words.closest(".cp-summary")?.classList.toggle("cp-bad", Boolean(verdict.bad));

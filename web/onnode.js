@@ -194,7 +194,7 @@ function sampled({ phases }) {
 }
 
 /**
- * "4 GPUs: 20 steps, 0.12 s each, 3.4 x one GPU, 2.1 s for start and load"; or where it ended.
+ * "4 GPUs: 20 steps, 0.12 s each, 3.4 x one worker, 2.1 s for start and load"; or where it ended.
  * @param {SamplerRun} own
  * @param {import("./status.js").Run} run
  */

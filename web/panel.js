@@ -77,6 +77,7 @@ function fill(place) {
     terms: element("p.cp-degrees.cp-small"),
     facts: element("p.cp-facts"),
     progress: element("progress.cp-progress", { max: 1, value: 0, "aria-label": say("title") }),
+    heads: element("div.cp-heads.cp-small", {}, ...["head.memory", "head.step", "head.waiting"].map((name) => element("span", {}, say(name)))),
     ranks: element("ul.cp-ranks", { "aria-label": say("title") }),
   };
   const buttons = actions();
@@ -88,13 +89,14 @@ function fill(place) {
     element("h2.cp-title", {}, say("title")),
     element("div.cp-line", {}, parts.dot, parts.state),
     parts.progress, parts.clock, parts.hint, parts.words, parts.help, parts.model, parts.degrees, parts.terms, parts.facts,
-    buttons.bar, parts.ranks, runs, log.view,
+    buttons.bar, parts.heads, parts.ranks, runs, log.view,
   );
   place.classList.add("cp-place");
   place.replaceChildren(view);
   const show = (/** @type {Status} */ status) => {
     view.dataset.state = status.state;
     showHead(parts, status);
+    parts.heads.hidden = !status.ranks.some((rank) => rank.step_seconds);
     showRanks(parts.ranks, status);
     buttons.show(status);
     runs.show();

@@ -7,15 +7,16 @@ const LEVELS = ["DEBUG", "INFO", "WARNING", "ERROR"];
 
 /** @returns {any[]} what registerExtension takes */
 export function settings() {
-  return [
-    number("IdleSeconds", "idle", 0, { min: 0, max: 86400 }),
-    number("StallSeconds", "stall", 120, { min: 1, max: 86400 }),
+  const all = [
+    { ...entry("Devices", "devices", ""), type: "text" },
     number("RingDegree", "ring", 0, { min: 0, max: 64 }),
     number("UlyssesDegree", "ulysses", 0, { min: 0, max: 64 }),
-    { ...entry("Devices", "devices", ""), type: "text" },
     { ...entry("StartWithComfyUI", "start", false), type: "boolean" },
+    number("IdleSeconds", "idle", 0, { min: 0, max: 86400 }),
+    number("StallSeconds", "stall", 120, { min: 1, max: 86400 }),
     { ...entry("LogLevel", "log", "INFO"), type: "combo", options: LEVELS },
   ];
+  return all.map((one, place) => ({ ...one, sortOrder: all.length - place })); // ComfyUI shows the highest first
 }
 
 /**

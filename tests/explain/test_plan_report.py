@@ -362,4 +362,4 @@ def test_what_was_measured_comes_first_with_its_time() -> None:
     setup = RunSetup.of(plan.degrees, plan.placement)
     measured = Pace(setup=setup, seconds=0.5, speedup=1.8, at=1_000_000.0)
     first = report(subject, plan, guided=False, automatic=False, pace=measured).text.splitlines()[0]
-    assert first.startswith("Speed: 2 GPUs: 0.50 s per step, 1.8 x one GPU, measured 1970-01-1")
+    assert first.startswith("Speed: 2 GPUs: 0.50 s per step, 1.8 x one worker, measured 1970-01-1")
