@@ -93,12 +93,15 @@ class SamplerRun {
   #last = 0; // when the last step was done
 
   /**
+   * @param {string} prompt
    * @param {string} path of the node
-   * @param {number} after when the workers' run before it began
+   * @param {boolean} ours not ComfyUI's own
    */
-  constructor(path, after) {
+  constructor(prompt, path, ours) {
+    this.prompt = prompt;
     this.path = path;
-    this.after = after;
+    this.ours = ours;
+    this.after = now().runs.filter(sampled).pop()?.began ?? 0; // when the workers' run before it began
   }
 
   /**
@@ -132,15 +135,15 @@ class SamplerRun {
 
 export function startLines() {
   let prompt = ""; // that runs
-  let after = 0; // when the run before its own began
   /** @type {SamplerRun | undefined} */
   let running;
   /** @type {SamplerRun | undefined} a CP sampler's that is over, but for the last news of it */
   let done;
+  const runOf = (/** @type {SamplerRun | undefined} */ own) => now().runs.find((run) => own && sampled(run) && run.began > own.after);
   const sum = () => {
-    const run = now().runs.find((one) => done && sampled(one) && one.began > done.after);
+    const run = runOf(done);
     if (!done || !run?.end) return;
-    if (done.path !== running?.path) tell(done.path, result(done, run));
+    if (done.path !== running?.path) tell(done, result(done, run));
     done = undefined;
   };
   const runs = /** @type {EventTarget} */ (api);
@@ -154,23 +157,23 @@ export function startLines() {
   });
   for (const name of ["execution_error", "execution_interrupted"]) {
     on(name, () => {
-      if (running && !isOurs(running.path)) running = undefined;
+      if (!running?.ours) running = undefined;
     });
   }
   on("executing", (detail) => {
     const path = detail == null ? "" : String(detail.node ?? detail);
     if (path === (running?.path ?? "")) return;
     running?.end();
-    if (running && isOurs(running.path)) done = running;
-    else if (running) tell(running.path, say("line.of", { who: say("line.alone"), what: running.words() }));
-    running = isOpen(prompt) && isTimed(path) ? new SamplerRun(path, after) : undefined;
+    if (running?.ours) done = running;
+    else if (running) tell(running, say("line.of", { who: say("line.alone"), what: running.words() }));
+    running = isOpen(prompt) && isTimed(path) ? new SamplerRun(prompt, path, isOurs(path)) : undefined;
     sum();
-    after = now().runs.filter(sampled).pop()?.began ?? 0;
-    if (running) Object.assign(running, { after });
-    if (running && isOurs(path)) tell(path, "");
+    if (!running?.ours) return;
+    tell(running, "");
+    if (!runOf(done)) done = undefined; // it was refused before it began: the next run is not its own
   });
   follow(() => {
-    if (running && isOurs(running.path) && inRun()) tell(running.path, inRun());
+    if (running?.ours && inRun()) tell(running, inRun());
     sum();
   });
 }
@@ -230,10 +233,11 @@ function joined(...parts) {
 }
 
 /**
- * @param {string} path of the sampler
+ * @param {SamplerRun} run
  * @param {string} words
  */
-function tell(path, words) {
+function tell({ prompt, path }, words) {
+  if (!isOpen(prompt)) return; // another workflow has a node of that number
   const steps = path.split(":");
   for (const depth of steps.keys()) {
     const node = nodeOf(steps.slice(0, depth + 1).join(":"));
