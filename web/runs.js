@@ -98,8 +98,8 @@ function bar(run, longest) {
   const kind = run.model || say(seconds(run, ["decoding", "encoding"]) ? "run.vae" : "phase.starting");
   const name = run.measuring ? `${say("run.measure")}: ${kind}` : kind;
   const figures = [
-    count(run.workers, run.kind === "cpu"), run.tokens ? say("run.tokens", { tokens: run.tokens }) : "",
-    run.step_seconds ? say("step.seconds", { seconds: digits(run.step_seconds) }) : "", ...traits(run), translate(run.reason),
+    count(run.workers, run.kind === "cpu"), run.approximate ? say("approximate") : "", run.tokens ? say("run.tokens", { tokens: run.tokens }) : "",
+    run.step_seconds ? say("step.seconds", { seconds: digits(run.step_seconds) }) : "", faster(run), translate(run.reason),
   ].filter(Boolean).join(" · ");
   const time = tenths(seconds(run, run.step_seconds ? ["sampling"] : PHASES));
   return element(

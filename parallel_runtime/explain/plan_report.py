@@ -289,6 +289,7 @@ def _warnings(subject: Subject, plan: RunPlan, guided: bool, needed: Sequence[in
     one_gpu = why_one_gpu(1) if placement.devices == ("cuda:0",) else ""
     stages_idle = degrees.pipeline_degree > work.most_sequences(degrees) * degrees.options.token_patches
     return [
+        say_if(degrees.options.step_cache, "note.cache", threshold=degrees.options.step_cache),
         say_if(lacking, "note.memory"),
         say_if(plan.entries_per_call and guided, "note.rows"),
         say_if(heads % ulysses, "note.uneven", heads=heads, ulysses=ulysses),

@@ -180,6 +180,11 @@ def test_memory_is_that_of_the_worker_with_the_most_tokens() -> None:
     assert gib(ulysses_degree=2, shares=(3, 1)) == pytest.approx(1.5 * gib(ulysses_degree=2), abs=0.02)
 
 
+def test_a_step_cache_is_said_to_be_approximate() -> None:
+    assert "Approximate, not the picture of one GPU: step_cache 0.06" in words(ulysses_degree=2, step_cache=0.06)
+    assert "Approximate" not in words(ulysses_degree=2)
+
+
 def test_how_a_ring_moves_keys_is_told() -> None:
     assert "The ring passes keys and values between 2 workers while they compute (rotate_method alltoall)." in words(
         ring_degree=2
