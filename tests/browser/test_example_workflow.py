@@ -30,6 +30,6 @@ def test_the_example_draws_the_same_picture_twice(page: Any) -> None:
     assert len(values) > 1
     assert values[-1] == 12
 
-    page.wait_for_function(f"({LINES})().length === 2")
+    page.wait_for_function(f"({LINES})().filter(line => line.includes('12 steps')).length === 2")
     for line in page.evaluate(LINES):
         assert page.get_by_text(line, exact=True).count() == 1, "how long it took is not drawn"

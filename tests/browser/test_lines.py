@@ -19,6 +19,9 @@ STEPS = """() => {
 LINES = """() => Object.fromEntries(app.graph.nodes
     .filter(node => node.cpLine?.text).map(node => [node.id, node.cpLine.text]))"""
 LINE = "() => app.graph.nodes.find(node => node.type === 'CPSampler').cpLine.text"
+CUT = """() => [...document.querySelectorAll('div:has(> div > .cp-of-run)')]
+    .filter(box => box.scrollHeight > box.clientHeight + 1 || box.scrollWidth > box.clientWidth + 1)
+    .map(box => box.textContent)"""
 CONFIGURE = """values => {
     const config = LiteGraph.createNode('CPParallelConfig');
     const sampler = app.graph.nodes.find(one => one.type === 'CPSampler');
@@ -36,7 +39,7 @@ def test_both_samplers_say_the_seconds_from_their_first_step_to_the_last_and_sta
     page.evaluate(STEPS)
     page.get_by_test_id(RUN).click()
     page.wait_for_function("window.heard.end", timeout=RUN_MILLISECONDS)
-    page.wait_for_function(f"Object.keys(({LINES})()).length === 2")
+    page.wait_for_function(f"Object.values(({LINES})()).filter(line => line.includes('12 steps')).length === 2")
     lines, steps = page.evaluate(LINES), page.evaluate("window.steps")
     for node, line in lines.items():
         (first, began), (last, ended) = steps[node][0], steps[node][-1]
@@ -45,6 +48,7 @@ def test_both_samplers_say_the_seconds_from_their_first_step_to_the_last_and_sta
         assert abs(float(said[2]) - (ended - began) / (last - first)) < 0.011, line
     assert sorted(line.partition(":")[0] for line in lines.values()) == ["1 CPU worker", "ComfyUI alone"]
     assert all("for start and load" in line for line in lines.values() if "CPU worker" in line)
+    assert page.evaluate(CUT) == [], "the end of a line is cut off"
 
 
 @BOTH
