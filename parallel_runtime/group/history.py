@@ -128,9 +128,9 @@ class History:
             self._ended(before, now.state)
 
     def step_done(self, now: Status, at: float) -> None:
-        """Another step is done, `at` this time by time.monotonic. The pace leaves out the first step, and the second one
-        too once there are more: workers that have just started may record it, and a run on warm ones would look faster
-        than what it is compared with."""
+        """Another step is done, `at` this time by time.monotonic. The pace leaves out the first step, and the second
+        one too once there are more: workers that have just started may record it, and a run on warm ones would look
+        faster than what it is compared with."""
         self._first_steps = [*self._first_steps, (now.step, at)][:2]
         first, began = max((step for step in self._first_steps if step[0] < now.step), default=(now.step, at))
         run = replace(self.runs[-1], tokens=self.size.tokens)
