@@ -267,7 +267,8 @@ def _checked(widget: Widget, value: Any) -> Any:
         values: dict[str, Any] = {"name": widget.name, "value": quoted(value)}
         if widget.options:
             raise Refused("widget.options", widget.name, fix, **values, options=list(widget.options))
-        raise Refused("widget.kind", widget.name, fix, **values, kind=say(f"kind.{widget.kind.__name__}"))
+        kind = say(f"kind.{widget.kind.__name__}")
+        raise Refused("widget.kind", widget.name, fix, **values, kind=kind, default=quoted(widget.default))
     if widget.limits and not widget.limits["min"] <= value <= widget.limits["max"]:
         least, most = widget.limits["min"], widget.limits["max"]
         fix = {widget.name: min(max(value, least), most)}

@@ -62,7 +62,7 @@ class Parallelism:
         if min(self.shares) < 0:
             raise ValueError(f"shares start at 0, got {shares}")
         if not all(map(sum, self.cp_group_shares)):
-            raise Refused("shares.nobody", widget="shares", shares=shares, workers=self.context_parallel_size)
+            raise Refused("shares.nobody", "shares", {"shares": "auto"}, shares=shares)
 
     @property
     def by_name(self) -> dict[str, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -128,19 +128,15 @@ def _explain(
     guided = not math.isclose(cfg, 1.0)
     cached = request.options.step_cache > 0
     subject = _subject(model, described, latent, conds, prompts=len(positive) + guided, cached=cached)
-    troubles: list[Row] = []
-    work = subject.work
+    work, requested = subject.work, request
     inputs = partial(described.inputs, work=work, guided=guided, batch_coupled=described.batch_coupled)
-    requested = request
-    try:
+
+    def check(request: ParallelRequest) -> None:
         described.check_patches(request, subject.latent, subject.text)
         checked_plan(inputs(request))
-        seen = dry_run(described.spec, inputs(request))
-    except Refused as refused:
-        request = instead(inputs, request, refused.fix)
-        seen = dry_run(described.spec, inputs(request))
-        troubles.append(_trouble_row("trouble.config", refused))
-        troubles.append(Row("", say("instead", setting=in_words(changes(requested, request)))))
+
+    request, troubles = _mended(check, request)
+    seen = dry_run(described.spec, inputs(request))
     if take_times and not troubles:
         _measure(model, latent, positive, request, seen.plan, cfg)
         seen = dry_run(described.spec, inputs(request))
@@ -166,6 +162,17 @@ def _explain(
     fix = [asdict(change) for change in changes(requested, request)]
     measured = {"times": [_pace_json(one) for one in paces], "split": _setup_json(setup)}
     return made, {"fix": fix, **measured, "cost": None if troubles else _measuring_cost(plan, kind)}, recommended
+
+
+def _mended(check: Callable[[ParallelRequest], None], requested: ParallelRequest) -> tuple[ParallelRequest, list[Row]]:
+    """Returns the request, or the nearest one that passes `check`, with rows that say why."""
+    try:
+        check(requested)
+    except Refused as refused:
+        nearest, wrong = instead(check, requested, refused)
+        setting = in_words(changes(requested, nearest))
+        return nearest, [_trouble_row("trouble.config", wrong), Row("", say("instead", setting=setting))]
+    return requested, []
 
 
 def _measuring_cost(plan: RunPlan, kind: Hashable) -> dict[str, Any]:

@@ -138,7 +138,8 @@ class GroupModel:
                 del self.group.models[self.spec]
             if listed and group is not None:
                 if after != "keep":
-                    log.info("[CP] %s the workers' model", f"{after}ing")
+                    doing = "unloading the workers' model" if after == "unload" else "offloading the workers' model"
+                    log.info("[CP] %s", doing)
                 with contextlib.suppress(ParallelError):
                     group.free(self.spec, after)
             return listed

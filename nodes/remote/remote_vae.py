@@ -119,8 +119,8 @@ class RemoteVAE:
             result = _run(lease, plan, job, output)
         set_random_states(result.value["random_states"], self._vae.device)
         log.info(
-            "[CP] VAE %sd on %d worker(s) in %.2f s, loaded in %.2f s",
-            method, min(len(placement.devices), max(x.shape[-2:]) // unit), result.seconds, result.load_seconds,
+            "[CP] %s on %d worker(s) in %.2f s, loaded in %.2f s",
+            "VAE decoded" if method == "decode" else "VAE encoded", min(len(placement.devices), max(x.shape[-2:]) // unit), result.seconds, result.load_seconds,
         )  # fmt: skip
 
     def _check(self, method: VAEMethod, x: Tensor, unit: int) -> None:

@@ -22,7 +22,7 @@ from ...parallel_runtime.group.journal import LINES
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.planning.work_shares import work_percent
 from ...parallel_runtime.request import ParallelRequest
-from ..describe.local_devices import comfy_setup, plan_inputs, plan_without_model, visible_gpus
+from ..describe.local_devices import comfy_setup, plan_without_model, visible_gpus
 from ..describe.refused_event import refusal_json
 from .status_events import full_status_json
 
@@ -89,7 +89,7 @@ async def restart(_: web.Request) -> web.Response:
     """Ends the workers, also during a run, which fails, and starts others in the background."""
     if not await asyncio.to_thread(runtime.restart, say("ended.restarted"), comfy_setup()):
         return _error("there are no workers to restart")
-    log.info("[CP] the workers are %s", say("ended.restarted"))
+    log.info("[CP] the workers have stopped: %s", say("ended.restarted"))
     return web.json_response({"restarted": True})
 
 
@@ -112,8 +112,8 @@ def _plan_json(values: object) -> dict[str, Any]:
     try:
         plan = plan_without_model(config, guided=True)
     except Refused as refused:
-        nearest = instead(partial(plan_inputs, guided=True), config, refused.fix)
-        return _refusal(gpus, refused, changes(config, nearest))
+        nearest, wrong = instead(partial(plan_without_model, guided=True), config, refused)
+        return _refusal(gpus, wrong, changes(config, nearest))
     placement = plan.placement
     degrees = config.degrees_without_model(placement.world_size)
     result = {"workers": placement.world_size, "devices": placement.devices, "degrees": degrees}

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ..errors import Refused, listed, say
-from ..group.machine_check import checked_plan
-from ..planning.plan_inputs import PlanInputs
-from ..request import ParallelRequest
+from ..request import ParallelRequest, widgets
 from ..specs import DEGREES
 
 
@@ -24,17 +21,56 @@ class Change:
 
 
 def instead(
-    inputs: Callable[[ParallelRequest], PlanInputs], request: ParallelRequest, fix: Mapping[str, Any]
+    check: Callable[[ParallelRequest], object], request: ParallelRequest, refused: Refused
+) -> tuple[ParallelRequest, Refused]:
+    """Returns the nearest request that `check`, which raises Refused, lets pass; and the refusal, which says what to
+    change.
+
+    Of what the refusal itself says and each single widget at its default it takes what changes the fewest widgets; if
+    none of these is enough, what this and all further refusals say.
+    """
+    own = request.with_values(refused.fix)
+    ones = [request.with_values({each.name: each.default}) for each in widgets()]
+    working = [_least(check, request, one) for one in (own, *ones) if one != request and refusal(check, one) is None]
+    working = working or [_least(check, request, _following(check, request, refused))]
+    nearest = min(working, key=lambda one: len(changes(request, one)))
+    changed = changes(request, nearest)
+    if all(refused.fix.get(change.name) == change.value for change in changed):
+        return nearest, refused
+    reason = refused.values["reason"] if refused.code.startswith("nearest") else refused.sentence
+    return nearest, Refused("nearest", widget=refused.widget, reason=reason, nearest=in_words(changed))
+
+
+def _least(
+    check: Callable[[ParallelRequest], object], request: ParallelRequest, mended: ParallelRequest
 ) -> ParallelRequest:
-    """Returns the nearest request that works: with the `fix` that the refusal names, with all degrees on auto, on its
-    devices with everything else on auto, or all of it on auto."""
-    nothing = ParallelRequest(dtype=request.dtype)
-    devices = replace(nothing, devices=request.devices)
-    for candidate in (request.with_values(fix), request.with_default_degrees, devices):
-        with contextlib.suppress(Refused):
-            checked_plan(inputs(candidate))
-            return candidate
-    return nothing
+    """Returns `mended` with every value of `request` that need not have been changed."""
+    for name, value in request.values.items():
+        restored = mended.with_values({name: value})
+        if restored != mended and refusal(check, restored) is None:
+            mended = restored
+    return mended
+
+
+def _following(
+    check: Callable[[ParallelRequest], object], request: ParallelRequest, reason: Refused | None
+) -> ParallelRequest:
+    """Returns the request after doing what each refusal says, one after the other; an automatic one if that leads
+    nowhere."""
+    for _ in widgets():
+        if reason is None:
+            return request
+        request = request.with_values(reason.fix)
+        reason = refusal(check, request)
+    return ParallelRequest(dtype=request.dtype)
+
+
+def refusal(check: Callable[[ParallelRequest], object], request: ParallelRequest) -> Refused | None:
+    try:
+        check(request)
+    except Refused as refused:
+        return refused
+    return None
 
 
 def changes(before: ParallelRequest, after: ParallelRequest) -> tuple[Change, ...]:

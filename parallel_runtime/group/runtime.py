@@ -114,7 +114,7 @@ class Runtime:
             with self._locked() as alone:
                 if alone and self._idle_too_long:
                     reason = say("ended.idle", seconds=f"{self.idle_seconds:g}")
-                    log.info("[CP] the workers are %s", reason)
+                    log.info("[CP] the workers have stopped: %s", reason)
                     self._close()
                     self._activity.ended(reason)
         return self._activity.now

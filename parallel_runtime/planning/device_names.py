@@ -19,10 +19,12 @@ def parse_devices(text: str, gpus: int, kind: str = CUDA.kind) -> tuple[str, ...
     if not names:
         return tuple(f"{kind}:{index}" for index in range(gpus))
     if len(names) > MAX_DEVICES:
-        raise Refused("devices.many", widget="devices", count=len(names), most=MAX_DEVICES)
-    devices = tuple(_device(name, gpus, kind) for name in names)
+        raise Refused("devices.many", "devices", {"devices": ""}, count=len(names), most=MAX_DEVICES)
+    trial = "" if gpus else ",".join(["cpu"] * min(max(2, len(names)), MAX_CPU_WORKERS))
+    devices = tuple(_device(name, gpus, kind, trial) for name in names)
     if "cpu" in devices and len({device == "cpu" for device in devices}) > 1:
-        raise Refused("devices.mixed", widget="devices", devices=quoted(text))
+        known = ",".join(device for device in devices if device != "cpu")
+        raise Refused("devices.mixed", "devices", {"devices": known}, devices=quoted(text), known=known)
     return devices
 
 
@@ -34,14 +36,21 @@ def why_one_gpu(gpus: int) -> str:
     return say("gpus.hidden")
 
 
-def _device(name: str, gpus: int, kind: str) -> str:
+def _device(name: str, gpus: int, kind: str, trial: str) -> str:
+    """Returns the device of this name. Raises Refused: `trial` are CPU workers in place of all that were named, where
+    there is no GPU."""
     if name == "cpu":
         return name
+    fix = {"devices": trial}
     index = name.removeprefix(f"{kind}:")
     if not index.isdecimal() or len(index) > MAX_DIGITS:
-        raise Refused("devices.unknown", widget="devices", device=quoted(name), kind=kind)
+        out = say("devices.trial", trial=trial) if trial else say("devices.empty")
+        raise Refused("devices.unknown", "devices", fix, device=quoted(name), kind=kind, out=out)
     if int(index) >= gpus:
-        known = say("gpus.known", last=gpus - 1) if gpus else say("gpus.none", kind=kind.upper())
-        out = why_one_gpu(gpus) or say("devices.empty" if gpus else "devices.trial")
-        raise Refused("devices.missing", "devices", index=index, known=known, out=out)
+        if not gpus:
+            raise Refused("devices.missing.all", "devices", fix, index=index, kind=kind.upper(), trial=trial)
+        reason = say("devices.missing", index=index, last=gpus - 1)
+        if why := why_one_gpu(gpus):
+            reason = say("reason.why", reason=reason, why=why)
+        raise Refused(reason.key, "devices", fix, **reason.values)
     return f"{kind}:{int(index)}"

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..accelerators import CUDA, KERNELS
 from ..errors import Refused, Sentence, say
-from ..request import ParallelRequest
+from ..request import MAX_DEGREE, ParallelRequest
 from ..specs import DEGREES, Parallelism, Placement
 from .device_names import MAX_CPU_WORKERS, why_one_gpu
 from .network_stats import NetworkStats
@@ -27,29 +27,29 @@ def check_request(inputs: PlanInputs) -> None:
     _check_pipeline(request, network)
     ring, ulysses = request.ring_degree, request.ulysses_degree
     if not network.divisible and max(ring, ulysses) > 1:
-        raise Refused("sequence.none", "ring_degree", network=network.name, ring=ring, ulysses=ulysses)
+        widgets = [name for name in DEGREES[:2] if getattr(request, name) > 1]
+        raise Refused("sequence.none", widgets[0], dict.fromkeys(widgets, 0), network=network.name, widgets=widgets)
     if network.no_lse and ring > 1 and request.pipeline_degree == 1 and network.divisible:
-        raise Refused("ring.node", widget="ring_degree", ring=ring)
+        raise Refused("ring.node", "ring_degree", {"ring_degree": 1}, ring=ring)
 
 
 def _check_pipeline(request: ParallelRequest, network: NetworkStats) -> None:
     """Raises Refused for a pipeline that cannot work."""
     patches, stages = request.options.token_patches, request.pipeline_degree
     if patches > 1 and stages < 2:
-        fix = {"patches": 1, "warmup_steps": 1}
-        raise Refused("patches.pipeline", widget="pipeline_degree", fix=fix, patches=patches, stages=stages)
+        raise Refused("patches.pipeline", "patches", {"patches": 1}, patches=patches)
     if stages <= 1:
         return
     if not network.divisible:
-        raise Refused("stages.none", widget="pipeline_degree", network=network.name, stages=stages)
+        raise Refused("stages.none", "pipeline_degree", {"pipeline_degree": 1}, network=network.name, stages=stages)
     if request.ring_degree > 1:
-        raise Refused("pipeline.ring", widget="ring_degree", ring=request.ring_degree, stages=stages)
+        raise Refused("pipeline.ring", "ring_degree", {"ring_degree": 1}, ring=request.ring_degree, stages=stages)
     if request.weights in ("shard", "offload"):
-        raise Refused("pipeline.weights", widget="weights", weights=request.weights, stages=stages)
+        raise Refused("pipeline.weights", "weights", {"weights": "auto"}, weights=request.weights, stages=stages)
     if not are_automatic(request.shares) and request.shares.strip() != "equal":
-        raise Refused("pipeline.shares", widget="shares", shares=request.shares, stages=stages)
-    if request.options.step_cache:
-        raise Refused("pipeline.cache", widget="step_cache", threshold=f"{request.options.step_cache:g}", stages=stages)
+        raise Refused("pipeline.shares", "shares", {"shares": "equal"}, shares=request.shares.strip(), stages=stages)
+    if threshold := request.options.step_cache:
+        raise Refused("pipeline.cache", "step_cache", {"step_cache": 0.0}, threshold=f"{threshold:g}", stages=stages)
 
 
 def check_run_in_patches(request: ParallelRequest, tokens: int, steps: int | None = None) -> None:
@@ -68,16 +68,14 @@ def check_run_in_patches(request: ParallelRequest, tokens: int, steps: int | Non
 
 def check_stages(request: ParallelRequest, network: NetworkStats) -> None:
     """Raises Refused where a network has no blocks for this many stages, or cannot be sampled in patches."""
-    patches, stages, name, most = (
-        request.options.token_patches,
-        request.pipeline_degree,
-        network.name,
-        len(network.loads),
-    )
-    if network.divisible and stages > max(1, most):
+    patches, stages, name = request.options.token_patches, request.pipeline_degree, network.name
+    most = max(1, len(network.loads))
+    if network.divisible and stages > most:
+        fix = {"pipeline_degree": most}
         raise Refused(
-            "stages.few" if most else "stages.kept", "pipeline_degree", network=name, blocks=max(1, most), stages=stages
-        )
+            "stages.few" if network.loads else "stages.kept", "pipeline_degree", fix,
+            network=name, blocks=most, stages=stages,
+        )  # fmt: skip
     if network.divisible and patches > 1 and network.why_not_in_patches:
         raise Refused(
             "patches.none", "patches", {"patches": 1}, network=name, why=network.why_not_in_patches, patches=patches
@@ -97,7 +95,7 @@ def check_workers(degrees: Parallelism, devices: tuple[str, ...], inputs: PlanIn
     request, nnodes = inputs.request, inputs.request.nnodes
     limit = nnodes * (len(devices) or MAX_CPU_WORKERS)
     if degrees.world_size > limit or degrees.ulysses_degree > inputs.network.heads:
-        nearest = _nearest(degrees, limit, inputs.network.heads, nnodes)
+        nearest = _nearest(degrees, limit, inputs)
         fix = {name: degree for name, degree in nearest.by_name.items() if getattr(request, name) not in (0, degree)}
         reason = _too_much(degrees, devices, limit, inputs, nearest)
         if "cpu" not in devices and (why := why_one_gpu(inputs.gpus)):
@@ -105,12 +103,14 @@ def check_workers(degrees: Parallelism, devices: tuple[str, ...], inputs: PlanIn
         raise Refused(reason.key, "ring_degree", fix, **reason.values)
     local_workers, remainder = divmod(degrees.world_size, nnodes)
     words = degrees_in_words(degrees)
+    fixed = [name for name in DEGREES if getattr(request, name) > (name == "pipeline_degree")] or list(DEGREES[:2])
+    fix = dict.fromkeys(fixed, 0)
     if remainder:
-        raise Refused("machines.uneven", "nnodes", degrees=words, workers=degrees.world_size, machines=nnodes)
+        workers = degrees.world_size
+        raise Refused("machines.uneven", "nnodes", fix, degrees=words, workers=workers, machines=nnodes, fixed=fixed)
     if request.devices.strip(" ,") and local_workers < len(devices) and inputs.network.divisible:
-        fixed = [name for name in DEGREES if getattr(request, name) > (name == "pipeline_degree")] or list(DEGREES[:2])
         raise Refused(
-            "devices.idle.machines" if nnodes > 1 else "devices.idle", "devices",
+            "devices.idle.machines" if nnodes > 1 else "devices.idle", "devices", fix,
             count=len(devices), devices=list(devices), degrees=words, needed=local_workers, fixed=fixed,
         )  # fmt: skip
 
@@ -141,17 +141,17 @@ def _too_much(
     degrees: Parallelism, devices: tuple[str, ...], limit: int, inputs: PlanInputs, nearest: Parallelism
 ) -> Sentence:
     nnodes, words = inputs.request.nnodes, degrees_in_words(degrees)
-    if degrees.world_size > limit:
-        where = say("there.cpu", limit=limit)
-        if len(devices) == 1:
-            where = say("there.device", device=devices[0])
-        elif devices:
-            where = say("there.devices", count=len(devices), devices=list(devices))
-        if nnodes > 1 and devices:
-            where = say("there.machines", devices=where, machines=nnodes)
-        reason = say("workers.few", degrees=words, needed=degrees.world_size, where=where)
-    else:
+    needed, names = degrees.world_size, list(devices)
+    if needed <= limit:
         reason = say("heads.few", degrees=words, heads=inputs.network.heads, workers=degrees.ulysses_degree)
+    elif not devices:
+        reason = say("workers.few.cpu", degrees=words, needed=needed, limit=limit)
+    elif nnodes > 1:
+        reason = say("workers.few.machines", degrees=words, needed=needed, devices=names, machines=nnodes)
+    elif len(devices) > 1:
+        reason = say("workers.few", degrees=words, needed=needed, count=len(devices), devices=names)
+    else:
+        reason = say("workers.few.one", degrees=words, needed=needed, device=devices[0])
     local_workers = degrees.world_size // nnodes
     if len(devices) == 1 and local_workers <= MAX_CPU_WORKERS:
         again = ",".join(devices * local_workers)
@@ -159,8 +159,13 @@ def _too_much(
     return say("nearest", reason=reason, nearest=degrees_in_words(nearest))
 
 
-def _nearest(degrees: Parallelism, limit: int, heads: int, nnodes: int) -> Parallelism:
-    """Returns degrees, none larger than requested but the ring's, that use as many of the workers as they can."""
+def _nearest(degrees: Parallelism, limit: int, inputs: PlanInputs) -> Parallelism:
+    """Returns degrees, none larger than requested but the ring's, that use as many of the workers as they can and
+    change as few degrees of the request as they can."""
+    request, heads = inputs.request, inputs.network.heads
+    requested = (
+        request.pipeline_degree, request.data_degree, request.cfg_degree, request.ring_degree, request.ulysses_degree
+    )  # fmt: skip
     goal = min(degrees.world_size, limit)
     shapes = [
         (stages, data, cfg, ring, ulysses)
@@ -168,13 +173,14 @@ def _nearest(degrees: Parallelism, limit: int, heads: int, nnodes: int) -> Paral
         for data in range(1, min(degrees.data_degree, limit // stages) + 1)
         for cfg in range(1, degrees.cfg_degree + 1)
         for ulysses in range(1, min(degrees.ulysses_degree, heads, limit // (stages * data * cfg)) + 1)
-        for ring in range(1, (limit // (stages * data * cfg * ulysses) if stages == 1 else 1) + 1)
-        if stages * data * cfg * ulysses * ring % nnodes == 0
+        for ring in range(1, (min(MAX_DEGREE, limit // (stages * data * cfg * ulysses)) if stages == 1 else 1) + 1)
+        if stages * data * cfg * ulysses * ring % request.nnodes == 0
     ]
 
-    def distance(shape: tuple[int, ...]) -> tuple[int, int, int]:
-        changed = sum(abs(a - b) for a, b in zip(shape, degrees.mesh_shape, strict=True))
-        return abs(prod(shape) - goal), changed, shape[3]
+    def distance(shape: tuple[int, ...]) -> tuple[int, int, int, int]:
+        changed = sum(one not in (0, other) for one, other in zip(requested, shape, strict=True))
+        apart = sum(abs(a - b) for a, b in zip(shape, degrees.mesh_shape, strict=True))
+        return abs(prod(shape) - goal), changed, apart, shape[3]
 
     stages, data, cfg, ring, ulysses = min(shapes, key=distance)
     degrees = degrees.with_options(token_patches=degrees.options.token_patches if stages > 1 else 1)

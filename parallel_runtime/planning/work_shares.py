@@ -22,7 +22,7 @@ def requested_shares(shares: str, workers: int, devices: int = 0, nnodes: int = 
         return (1,) * workers
     numbers, every, local = _numbers(shares), devices * nnodes, workers // nnodes
     if not numbers:
-        raise Refused("shares.text", widget="shares", shares=quoted(shares))
+        raise Refused("shares.text", "shares", {"shares": "auto"}, shares=quoted(shares))
     if len(numbers) == workers:
         return numbers
     if len(numbers) != every or local > devices:

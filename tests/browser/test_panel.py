@@ -116,7 +116,7 @@ def test_the_panel_follows_a_run_a_kill_and_a_recovery(page: Any, server: Server
     page.locator(TAB).click()
     put_long(page)
     page.get_by_test_id("queue-button").click()
-    shows(page, "Starting: ")
+    shows(page, "Starting workers: ")
     shows(page, "Step")
     page.wait_for_function("document.querySelectorAll('.cp-holding').length >= 2")
     status = server.client.get("/cp/status")

@@ -99,12 +99,12 @@ def test_heads_need_not_divide():
         ({"attention_backend": "sage"}, 24, 1, "needs the package sageattention"),
         ({"ring_degree": 1, "ulysses_degree": 1, "cfg_degree": 2, "data_degree": 3}, 24, 2, "x data_degree 3 needs 6"),
         ({"devices": "9" * 5000}, 24, 1, "devices: '9{78}… is not a device"),
-        ({"shares": "3,2,1"}, 24, 2, "shares '3,2,1' names 3, and the number of workers is 2: name 2, one for each"),
-        ({"shares": "3"}, 24, 4, "shares '3' names 1, and the number of workers is 4: name 4"),
+        ({"shares": "3,2,1"}, 24, 2, r"shares '3,2,1' has 3 number.s. for 2 worker.s.; write 2, one per device"),
+        ({"shares": "3"}, 24, 4, r"shares '3' has 1 number.s. for 4 worker.s.; write 4"),
         ({"shares": "3;2"}, 24, 2, "shares '3;2' is unknown: write auto, equal, or a whole number for each worker"),
         ({"shares": "3,-2"}, 24, 2, "a whole number for each worker"),
-        ({"shares": "0,0"}, 24, 2, "shares 0,0 leave a prompt or an image without a worker"),
-        ({"shares": "1,1,0,0", "data_degree": 2}, 24, 4, "one needs a share above 0; write 1 there"),
+        ({"shares": "0,0"}, 24, 2, "shares 0,0 gives a prompt or an image to nobody"),
+        ({"shares": "1,1,0,0", "data_degree": 2}, 24, 4, "one worker of each group a share above 0, or set shares"),
         ({"shares": "9" * 5000 + ",1"}, 24, 2, "shares '9{78}… is unknown: write auto"),
     ],
 )  # fmt: skip
@@ -171,7 +171,7 @@ def test_one_list_of_shares_fits_a_run_on_all_devices_and_one_that_uses_fewer():
     assert shares_of(shares="3,2,1", gpus=3) == (3, 2, 1)
     rows = {"shares": "5,3,1", "data_degree": 2, "cfg_degree": 1, "network": UNET}
     assert guided(3, **rows).degrees.shares == (5, 3)
-    with pytest.raises(Refused, match="names 4, and the number of workers is 2: name 2, one for each"):
+    with pytest.raises(Refused, match=r"has 4 number.s. for 2 worker.s.; write 2, one per device"):
         shares_of(shares="3,2,1,1", ulysses_degree=2, gpus=3)
 
 
@@ -229,7 +229,10 @@ def test_every_machine_gives_as_many_devices_as_this_one():
     ("request_", "sentence"),
     [
         ({"ring_degree": 3, "ulysses_degree": 1}, "makes 3 workers, which 2 machines cannot share evenly"),
-        ({"ring_degree": 9, "ulysses_degree": 1}, "on each of 2 machines. The nearest that works is ring_degree 8 x"),
+        (
+            {"ring_degree": 9, "ulysses_degree": 1},
+            "2 machines has only .*The nearest that works is ring_degree 8 x",
+        ),
         (
             {"rdzv_endpoint": "10.254.0.9:29500"},
             "no network interface of this machine has 10.254.0.9. It has: .*127.0.0.1",

@@ -186,7 +186,9 @@ def slowest_rank_seconds(
 def _log_benchmark(sizes: AttentionSizes, times: dict[str, float]) -> None:
     """Logs a benchmark, as a warning: the log of a worker shows no less."""
     if any(map(math.isnan, times.values())):
-        log.warning("[CP] the timings of kernels %s cannot be used: no kernel is preferred in this run", times)
+        log.warning(
+            "[CP] the benchmark of attention kernels failed on a worker (%s): this run uses the default kernel", times
+        )
     elif len(times) > 1:
         log.warning("[CP] kernels: %s", _to_result(sizes, times))
 
