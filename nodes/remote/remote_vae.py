@@ -118,10 +118,11 @@ class RemoteVAE:
             )
             result = _run(lease, plan, job, output)
         set_random_states(result.value["random_states"], self._vae.device)
+        workers = min(len(placement.devices), max(x.shape[-2:]) // unit)
+        what = "VAE decoded" if method == "decode" else "VAE encoded"
         log.info(
-            "[CP] %s on %d worker(s) in %.2f s, loaded in %.2f s",
-            "VAE decoded" if method == "decode" else "VAE encoded", min(len(placement.devices), max(x.shape[-2:]) // unit), result.seconds, result.load_seconds,
-        )  # fmt: skip
+            "[CP] %s on %d worker(s) in %.2f s, loaded in %.2f s", what, workers, result.seconds, result.load_seconds
+        )
 
     def _check(self, method: VAEMethod, x: Tensor, unit: int) -> None:
         """Raises NotParallel for a tensor at which ComfyUI fails: a failure in a worker would end the group."""

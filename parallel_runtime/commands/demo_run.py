@@ -37,9 +37,9 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     plan, drawn = runs[0]
     save(drawn.value["samples"], options.out)
-    print(table(runs, options.steps))
     if plan.placement.shared:
-        print("The workers share one device: compare the results, not the times.")
+        print("The workers share one device, so several are slower than one: compare the results, not the times.")
+    print(table(runs, options.steps))
     print(f"{options.prompt!r} drawn to {options.out.absolute()}")
     return 0
 
