@@ -180,7 +180,7 @@ def test_all_samplers_of_a_workflow_are_one_command_and_one_undo(page: Any) -> N
     page.evaluate(COMMAND, "Migrate")  # with nothing selected, it is about all
     assert "SamplerCustom" not in page.evaluate(KINDS)
     page.evaluate(COMMAND, "MigrateAllBack")
-    page.wait_for_function(NOTICE, arg="2 samplers are ComfyUI's own again")
+    page.wait_for_function(NOTICE, arg="2 samplers changed back to KSampler")
     assert sorted(page.evaluate(KINDS)) == sorted(before)
 
 

@@ -52,7 +52,7 @@ def test_a_file_that_chose_its_attention_is_not_cut_but_its_prompts_are_shared_o
         return made
 
     with pytest.raises(
-        NodeError, match=r"Flux with function in double_blocks\.1\.comfy_attention cannot be split by sequence, got"
+        NodeError, match=r"Flux with function in double_blocks\.1\.comfy_attention cannot be split by sequence; set"
     ):
         server.client.run(graph(RING_2))
     want = latent_of(server.client.run(sampling_graph(FLUX, "KSampler")))

@@ -129,7 +129,7 @@ def test_it_is_sampled_as_by_the_native_sampler_and_refused_by_name_where_it_sha
     want = latent_of(vaes.client.run(scene.graph(None)))
     assert apart(latent_of(vaes.client.run(scene.plain())), want) > 1e-3, "it does something"
     assert apart(latent_of(vaes.client.run(scene.graph(TWO_WORKERS))), want) <= 1e-5
-    with pytest.raises(NodeError, match=rf"{scene.named} cannot be split by sequence, got ring_degree 2"):
+    with pytest.raises(NodeError, match=rf"{scene.named} cannot be split by sequence; set ring_degree to 0"):
         vaes.client.run(scene.graph(DEGREES["ring_2"]))
 
 
