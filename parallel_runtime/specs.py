@@ -180,6 +180,8 @@ class ModelSpec:
     whether the host has ComfyUI's dynamic VRAM, which does not round small layers to `weight_dtype`.
     `patches_fingerprint` identifies the stack of weight patches (LoRA and the like) on it by ComfyUI's `patches_uuid`,
     which is another one for each stack that a node makes; "" for none. The patches come with the job.
+    `attributes` are plain values that nodes have given to attributes of the loaded model in place: a JSON object by
+    their paths, "" for none. Workers set them for a run.
     `compilation` is None for a network that runs as it is.
     A VAE is one of the classes `kind` (autoencoders.py), whose weights and structure `weights_fingerprint` tells
     from all others.
@@ -196,6 +198,7 @@ class ModelSpec:
     compute_dtype: str = ""
     dynamic_vram: bool = False
     patches_fingerprint: str = ""
+    attributes: str = ""
     compilation: Compilation | None = None
     kind: str = ""
     weights_fingerprint: str = ""
@@ -211,9 +214,16 @@ class ModelSpec:
 
     @property
     def unpatched(self) -> ModelSpec:
-        """The spec of the loaded model: the same for every stack of patches and compute dtype, compiled or not."""
+        """The spec of the loaded model: the same for every stack of patches, attributes and compute dtype, compiled or
+        not."""
         partner = None if self.partner is None else self.partner.unpatched
-        return replace(self, patches_fingerprint="", compute_dtype="", compilation=None, partner=partner)
+        made = replace(self, patches_fingerprint="", attributes="", compute_dtype="", compilation=None)
+        return replace(made, partner=partner)
+
+    @property
+    def all_attributes(self) -> tuple[str, ...]:
+        """The attributes of the model and of its partner."""
+        return (self.attributes,) if self.partner is None else (self.attributes, *self.partner.all_attributes)
 
     @property
     def all_files(self) -> tuple[SourceFile, ...]:

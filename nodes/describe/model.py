@@ -21,13 +21,12 @@ import comfy.samplers
 import torch
 from comfy.controlnet import ControlLora
 from comfy.model_patcher import ModelPatcher
-from safetensors import safe_open
-from torch import Tensor, nn
+from torch import nn
 
 from ...parallel_runtime.accelerators import CUDA
 from ...parallel_runtime.architectures import Architecture, architecture_of
 from ...parallel_runtime.architectures.block_patches import see_all_tokens
-from ...parallel_runtime.architectures.network_modules import blocks_of, self_chosen_kernels
+from ...parallel_runtime.architectures.network_modules import blocks_of, padding_modes, self_chosen_kernels
 from ...parallel_runtime.architectures.partition import Load
 from ...parallel_runtime.architectures.row_plan import RowArchitecture
 from ...parallel_runtime.architectures.stage_units import units_of, why_not_in_patches
@@ -36,7 +35,7 @@ from ...parallel_runtime.group.payload_cache import check_size
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.loading import gguf
 from ...parallel_runtime.loading.fingerprint import stat_file
-from ...parallel_runtime.loading.mapped import has_dynamic_vram
+from ...parallel_runtime.loading.mapped import Mapped, has_dynamic_vram, load_mapped
 from ...parallel_runtime.planning.network_stats import NetworkStats, Work
 from ...parallel_runtime.planning.plan_inputs import PlanInputs
 from ...parallel_runtime.planning.request_checks import check_run_in_patches
@@ -46,13 +45,11 @@ from .batch_coupling import is_batch_coupled
 from .comfy_objects import Describer, Unsendable, qualified_name, reference
 from .control_nets import Conds, controls_of, count_residuals, gligens_of, weight_bytes
 from .foreign_code import check_layers, check_merging, check_model, check_network
+from .in_place import changed_attributes
 from .local_devices import plan_inputs
-from .model_files import SAFETENSORS
 from .model_patches import OVERRIDE, check_network_patches, compilation, native_network
 
 GUIDES = "guide_attention_entries"  # of a condition
-COMPARED_WEIGHTS = 16
-PREFIXES = ("model.diffusion_model.", "")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -175,10 +172,13 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> DescribedMo
     check_network(network)
     if spec.loader != gguf.LOADER:  # which has that pack's layers, in the workers too
         check_layers(network)
+    attributes = changed_attributes(model, spec.title, partial(_load_again, model))
+    runtime.first_seen[network] = spec.files
     architecture = architecture_of(network)
     options = model.model_options["transformer_options"]
     by_rows, replaced = isinstance(architecture, RowArchitecture), OVERRIDE in options
     undivided_by = [] if by_rows else see_all_tokens(options.get("patches", {}))
+    undivided_by += padding_modes(network) if attributes else []
     if not replaced and request.options.attention_backend == "auto":
         undivided_by += [f"{function} in {module}" for function, module in self_chosen_kernels(network).items()]
     compiled = compilation(model, request.compile)
@@ -194,6 +194,7 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> DescribedMo
     described = DescribedModel(
         spec=replace(
             spec,
+            attributes=attributes,
             compute_dtype=requested_dtype,
             patches_fingerprint=str(model.patches_uuid) if model.patches else "",
             compilation=compiled,
@@ -227,6 +228,16 @@ def model_spec(model: ModelPatcher) -> ModelSpec:
         weight_dtype=str(model.model.get_dtype()).removeprefix("torch."),
         dynamic_vram=has_dynamic_vram() and loader is not gguf.load,
     )
+
+
+def _load_again(model: ModelPatcher) -> Mapped:
+    """Returns MODEL as its file gives it, with weights that are views of the mapped file."""
+    assert model.cached_patcher_init is not None
+    loader, arguments, *index = model.cached_patcher_init
+    if loader is gguf.load:
+        return gguf.load(*arguments)
+    arguments = _with_dtype(loader, arguments, model.model.get_dtype())
+    return load_mapped(Mapped, loader, arguments, index[0] if index else None)
 
 
 def _loader_call(
@@ -265,34 +276,9 @@ def _files(model: ModelPatcher, arguments: tuple[Any, ...]) -> tuple[SourceFile,
         if not os.path.exists(path):
             raise Refused("model.gone", path=path)
     files = tuple(stat_file(path) for path in paths if os.path.isfile(path))
-    if model.model not in runtime.first_seen and all(_still_has_weights(file.path, model) for file in files):
-        runtime.first_seen[model.model] = files
-    if runtime.first_seen.get(model.model) != files:
+    if runtime.first_seen.get(native_network(model), files) != files:
         raise Refused("model.changed", path=files[0].path)
     return files
-
-
-def _still_has_weights(path: str, model: ModelPatcher) -> bool:
-    """Do most of COMPARED_WEIGHTS weights, from all over the model, have the file's first slices?
-
-    Weights with a LoRA in them, quantized ones, and those that the loader renames or reshapes, are not compared.
-    """
-    if not path.endswith(SAFETENSORS):
-        return True
-    patched = {key.removeprefix("diffusion_model.") for key in (*model.patches, *model.backup)}
-    weights = {
-        name: weight
-        for name, weight in model.model.diffusion_model.named_parameters()
-        if name not in patched and weight.ndim > 1 and type(weight.data) is Tensor and not weight.is_meta
-    }
-    with safe_open(path, framework="pt", device="cpu") as file:
-        names = set(file.keys())
-        prefix = next(prefix for prefix in PREFIXES if not prefix or any(name.startswith(prefix) for name in names))
-        parts = {name: file.get_slice(prefix + name) for name in weights if prefix + name in names}
-        known = [name for name, part in parts.items() if part.get_shape() == list(weights[name].shape)]
-        compared = [(parts[name][:1], weights[name][:1]) for name in known[:: max(1, len(known) // COMPARED_WEIGHTS)]]
-    equal = [torch.equal(part.to(weight.dtype), weight.detach().cpu()) for part, weight in compared]
-    return equal.count(False) <= equal.count(True)
 
 
 def describe_weight_patches(model: ModelPatcher) -> dict[str, list[Any]]:

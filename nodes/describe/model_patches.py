@@ -70,10 +70,16 @@ def describe_functions(functions: dict[str, dict[Any, list[Any]]], what: str, de
     ]
 
 
+def native_model(model: ModelPatcher) -> ModelPatcher:
+    """Returns MODEL; of one without weights (remote/remote_model.py) the one that ComfyUI loaded."""
+    native: ModelPatcher = vars(model.model.diffusion_model).get("native", model)
+    return native
+
+
 def native_network(model: ModelPatcher) -> nn.Module:
-    """Returns MODEL's network; of one without weights (remote/remote_model.py) the network that the workers have."""
-    network = model.model.diffusion_model
-    return vars(network).get("network", network)
+    """Returns MODEL's network; of one without weights the network that the workers have."""
+    network: nn.Module = native_model(model).model.diffusion_model
+    return network
 
 
 def wrappers_of(model: ModelPatcher, options: dict[str, Any], kind: str) -> list[Any]:

@@ -30,7 +30,13 @@ from ...parallel_runtime.request import ParallelRequest
 from ..describe.batch_coupling import check_state, couples_by_masks, network_couples_batch
 from ..describe.foreign_code import check_module, check_network
 from ..describe.model import DescribedModel, describe_model
-from ..describe.model_patches import describe_transformer_options, latent_size, native_network, replaced_attributes
+from ..describe.model_patches import (
+    describe_transformer_options,
+    latent_size,
+    native_model,
+    native_network,
+    replaced_attributes,
+)
 from ..describe.refused_event import announce_refusals
 from ..describe.sampling_job import FULL_RUN_OPTIONS
 from .comfy_memory import CPU, GroupModel, WeightlessPatcher
@@ -48,6 +54,7 @@ def without_weights(model: ModelPatcher, request: ParallelRequest) -> RemoteMode
     made.evaluation = RemoteEvaluation(request)
     made.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, COMPILE_KEY)
     made.model = _without_network(model.model, remote_network(native_network(model), made.evaluation))
+    made.model.diffusion_model.__dict__["native"] = native_model(model)
     made.size = 1  # comfy_memory.py counts the workers' memory
     made.load_device, made.offload_device = comfy.model_management.get_torch_device(), CPU
     made.parent = None

@@ -52,3 +52,13 @@ def self_chosen_kernels(network: nn.Module) -> dict[str, str]:
         if function is not None:
             paths.setdefault(getattr(function, "__name__", type(function).__name__), path)
     return paths
+
+
+def padding_modes(network: nn.Module) -> list[str]:
+    """Names what convolutions pad with, other than zeros: a picture's other side, which rows or tokens do not have."""
+    modes = {
+        module.padding_mode
+        for module in network.modules()
+        if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and any(module._reversed_padding_repeated_twice)
+    }
+    return [f"padding_mode {mode}" for mode in sorted(modes - {"zeros"})]

@@ -48,6 +48,7 @@ class Model:
     architecture: Architecture | None = None
     parallelism: Parallelism = field(default_factory=Parallelism)
     split_done: bool = False
+    attributes: tuple[str, ...] = ("",)  # as `set_attributes` has set them: ModelSpec.all_attributes
     mesh: ContextMesh = field(default_factory=ContextMesh)
     compilation: Compilation | None = None  # None: it is eager
     undo_compilation: ExitStack = field(default_factory=ExitStack)  # closing it makes the network eager
@@ -98,11 +99,15 @@ class Model:
         return None if self.parallelism.splits_tokens or backend == "auto" else backend_override(backend)
 
     def parallelize(self, mesh: ContextMesh, parallelism: Parallelism) -> None:
-        """Splits the network over `mesh` for every later forward, after undoing the split before."""
+        """Splits the network over `mesh` for every later forward, with the attributes that `spec` names, after undoing
+        the split before."""
         self.compile(None)
         self.undo_split.close()
         self.graph_runner.discard()
-        self.parallelism, self.split_done, self.mesh = parallelism, False, mesh
+        self.split_done = False
+        self.set_attributes(self.spec.attributes)
+        self.attributes = self.spec.all_attributes
+        self.parallelism, self.mesh = parallelism, mesh
         self.split(parallelism)
         self.split_done = True
         self.graph_runner.choice = parallelism.options.cuda_graphs
@@ -123,6 +128,10 @@ class Model:
         else:
             parallelize(self.network, plan, self.mesh, parallelism)
             self.undo_split.callback(unparallelize, self.network)
+
+    def set_attributes(self, attributes: str) -> None:
+        """Sets these attributes (of a ModelSpec) of the undivided model, and those set before to what they were."""
+        assert not attributes, f"{self.name} has no attributes to set"
 
     def _leave_stages(self) -> None:
         self.offload()
@@ -203,7 +212,8 @@ class Models:
         model = self._models[spec.unpatched]
         model.spec = spec
         model.onload()
-        if not model.split_done or model.parallelism.without_run_options != parallelism.without_run_options:
+        split_as = (model.parallelism.without_run_options, model.attributes)
+        if not model.split_done or split_as != (parallelism.without_run_options, spec.all_attributes):
             model.parallelize(self.mesh(parallelism), parallelism)
         model.parallelism = parallelism
         model.place_weights(self._placement(request.weight_placement, parallelism))

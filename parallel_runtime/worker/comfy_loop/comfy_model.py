@@ -12,6 +12,7 @@ from operator import itemgetter
 from typing import Any
 
 import comfy.model_management
+import comfy.utils
 import torch
 from comfy.controlnet import ControlBase
 from comfy.patcher_extension import WrappersMP
@@ -51,6 +52,7 @@ class ComfyModel(Model):
     weight_patches: tuple[str, dict[str, list[Any]]] = field(default=("", {}))
     cache: StepCache | None = None  # the step cache of the run in progress
     additional: AdditionalModels = field(default_factory=AdditionalModels)  # one for all models of this rank
+    replaced_in_place: dict[str, Any] = field(default_factory=dict)  # by `set_attributes`: the values before
     partner: ComfyModel | None = None
     takes_turns: bool = False  # with another network, in one run
 
@@ -78,8 +80,17 @@ class ComfyModel(Model):
 
     def split(self, parallelism: Parallelism) -> None:
         super().split(parallelism)
-        if self.partner is not None:
+        if self.partner is not None and self.spec.partner is not None:
+            self.partner.spec = self.spec.partner
             self.partner.parallelize(self.mesh, parallelism)
+
+    def set_attributes(self, attributes: str) -> None:
+        model = self.patcher.model
+        for name, value in self.replaced_in_place.items():
+            comfy.utils.set_attr(model, name, value)
+        changed = json.loads(attributes or "{}")
+        self.replaced_in_place = {name: comfy.utils.set_attr(model, name, value) for name, value in changed.items()}
+        self.clear_kv_cache()
 
     def compile(self, compilation: Compilation | None) -> None:
         super().compile(compilation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -168,9 +169,40 @@ class Tampered(io.ComfyNode):
             network.double_blocks[1].comfy_attention = ComfyAttention()
         elif kind == "hook":
             network.double_blocks[0].register_forward_hook(lambda module, args, out: (-out[0], out[1]))
+        elif kind in IN_PLACE:
+            IN_PLACE[kind](patched.model)
         else:
             patched.set_model_unet_function_wrapper(partial(_tampering, network if kind == "meanwhile" else None))
         return io.NodeOutput(patched)
+
+
+def _set(owners: Iterable[Any], name: str, value: Any) -> None:
+    for owner in owners:
+        setattr(owner, name, value)
+
+
+def _scale(weights: Iterable[torch.Tensor]) -> None:
+    for weight in weights:
+        weight.data.mul_(1.5)
+
+
+def _of(model: Any, kind: type) -> list[Any]:
+    return [module for module in model.diffusion_model.modules() if isinstance(module, kind)]
+
+
+IN_PLACE: dict[str, Callable[[Any], None]] = {  # of ComfyUI's model around the network
+    "circular": lambda model: _set(_of(model, torch.nn.Conv2d), "padding_mode", "circular"),
+    "zeros": lambda model: _set(_of(model, torch.nn.Conv2d), "padding_mode", "zeros"),
+    "eps": lambda model: _set(_of(model, torch.nn.GroupNorm), "eps", 0.5),
+    "theta": lambda model: setattr(model.diffusion_model.pe_embedder, "theta", 500),
+    "axes": lambda model: setattr(model.diffusion_model.pe_embedder, "axes_dim", [56, 56, 16]),
+    "latent format": lambda model: setattr(model.latent_format, "scale_factor", 0.5),
+    "weights": lambda model: _scale(model.diffusion_model.single_blocks[1].parameters()),
+    "one weight": lambda model: _scale([model.diffusion_model.single_blocks[1].linear2.bias]),
+    "deleted": lambda model: model.diffusion_model.double_blocks.__delitem__(0),
+    "added": lambda model: model.diffusion_model.single_blocks.append(torch.nn.Identity()),
+    "replaced": lambda model: setattr(model.diffusion_model.double_blocks[0], "img_mlp", torch.nn.Identity()),
+}
 
 
 class ComfyAttention(torch.nn.Module):

@@ -1,0 +1,243 @@
+"""Compares a MODEL's network with the one that its file gives: nodes may have changed it in place.
+
+The file is loaded once more, as CP Load Diffusion Model does it, when a MODEL is first seen: its weights stay views of
+the mapped file, of which samples are read. Plain values that differ are sent; all else that differs is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import comfy.ops
+import torch
+from comfy.model_base import BaseModel
+from comfy.model_patcher import ModelPatcher
+from torch import Tensor, nn
+
+from ...parallel_runtime.errors import Refused, quoted
+from ...parallel_runtime.loading.mapped import Mapped
+from .comfy_objects import PLAIN, is_comfyui, qualified_name
+from .model_patches import native_model
+
+NETWORK, LATENT_FORMAT = "diffusion_model", "latent_format"
+SAMPLES = 16  # of a weight
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)  # whose modules run because they are there
+CACHED = "_cached"  # ends the names of what a forward keeps for longer sequences
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A module, or a plain object of ComfyUI's in one: its class, and the names of its attributes, of them those that
+    are plain with their values, and those that are tensors."""
+
+    kind: str
+    names: frozenset[str]
+    values: dict[str, Any]
+    tensors: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Loaded:
+    """What a file gives: by path the parts of the network and its LatentFormat, by name samples of the weights and the
+    weights' shapes. Weights that are not in the file are left out."""
+
+    parts: dict[str, Part]
+    samples: dict[str, Tensor]
+    shapes: dict[str, torch.Size]
+
+
+_loaded: WeakKeyDictionary[nn.Module, Loaded] = WeakKeyDictionary()  # by the network that was compared with it
+
+
+@torch.no_grad()
+def changed_attributes(model: ModelPatcher, path: str, load: Callable[[], Mapped]) -> str:
+    """Returns the plain attributes that are not those of a network that `load` gives from the file at `path`: JSON for
+    ModelSpec. Raises Refused for weights, modules and other values that are not."""
+    model = native_model(model)
+    network = model.model.diffusion_model
+    loaded, parts = _loaded.get(network) or _load(load), dict(_parts(model.model))
+    _check_modules(parts, loaded, path)
+    _check_weights(parts, model, loaded, path)
+    _loaded[network] = loaded  # not before: the file may have been replaced, and put back later
+    changed = dict(_changed_values(parts, model, loaded))
+    for name, (found, expected) in changed.items():
+        if not isinstance(found, PLAIN) or not isinstance(expected, PLAIN):
+            _refuse(name, quoted(found), quoted(expected), path)
+    return json.dumps({name: found for name, (found, _) in changed.items()}) if changed else ""
+
+
+def _refuse(name: str, found: str, expected: str, path: str) -> None:
+    raise Refused("network.edited", name=name.removeprefix(f"{NETWORK}."), found=found, expected=expected, path=path)
+
+
+def _load(load: Callable[[], Mapped]) -> Loaded:
+    with torch.random.fork_rng(devices=()), _missing_weights() as missing:
+        owners = dict(_parts(load().model))
+    parts = {path: _part(owner) for path, owner in owners.items()}
+    weights = {name: weight for name, weight in _weights(owners, parts) if name not in missing}
+    return Loaded(
+        parts=parts,
+        samples={name: _sample(weight).double() for name, weight in weights.items()},
+        shapes={name: weight.shape for name, weight in weights.items()},
+    )
+
+
+@contextmanager
+def _missing_weights() -> Iterator[set[str]]:
+    """Collects the names of weights that a network loaded in this context has, and its file has not."""
+    missing: set[str] = set()
+    load_weights = BaseModel.load_model_weights
+
+    def load(self: BaseModel, *args: Any, **kwargs: Any) -> BaseModel:
+        handle = self.diffusion_model.register_load_state_dict_post_hook(
+            lambda _, keys: missing.update(f"{NETWORK}.{key}" for key in keys.missing_keys)
+        )
+        try:
+            return load_weights(self, *args, **kwargs)
+        finally:
+            handle.remove()
+
+    BaseModel.load_model_weights = load
+    try:
+        yield missing
+    finally:
+        BaseModel.load_model_weights = load_weights
+
+
+def _parts(model: BaseModel) -> Iterator[tuple[str, Any]]:
+    """Yields the LatentFormat, all modules of the network, and ComfyUI's own objects that are their attributes."""
+    yield LATENT_FORMAT, model.latent_format
+    for path, module in model.diffusion_model.named_modules(prefix=NETWORK):
+        yield path, module
+        for name, value in vars(module).items():
+            kind: Any = type(value)
+            if _has_attributes(kind):
+                yield f"{path}.{name}", value
+
+
+@functools.cache
+def _has_attributes(kind: type) -> bool:
+    return is_comfyui(kind) and not issubclass(kind, nn.Module | Tensor) and hasattr(kind, "__dict__")
+
+
+def _part(owner: Any) -> Part:
+    own = {name: value for name, value in vars(owner).items() if not _is_bookkeeping(name)}
+    return Part(
+        kind=_kind_of(owner),
+        names=frozenset(vars(owner)),
+        values={name: value for name, value in own.items() if _is_plain(value)},
+        tensors=tuple(name for name, value in own.items() if isinstance(value, Tensor)),
+    )
+
+
+def _kind_of(owner: Any) -> str:
+    kind: Any = type(owner)
+    return _class_name(kind)
+
+
+@functools.cache
+def _class_name(kind: type) -> str:
+    return qualified_name(kind)
+
+
+def _is_plain(value: Any) -> bool:
+    """Is this a plain value, or a list or the like of such? An empty one may be a cache."""
+    if isinstance(value, list | tuple | set | frozenset):
+        return bool(value) and all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return bool(value) and all(map(_is_plain, (*value, *value.values())))
+    return isinstance(value, PLAIN)
+
+
+@functools.cache
+def _is_bookkeeping(name: str) -> bool:
+    """Is this an attribute that loading or computing sets?"""
+    own = name in vars(comfy.ops.CastWeightBiasOp) or name.startswith(("comfy_", "prev_comfy_"))
+    return own or name == "training" or name.endswith(CACHED)
+
+
+def _check_modules(parts: dict[str, Any], loaded: Loaded, path: str) -> None:
+    for name, part in loaded.parts.items():
+        if name not in parts or _kind_of(parts[name]) != part.kind:
+            found = _kind_of(parts[name]) if name in parts else quoted(None)
+            _refuse(name, found, part.kind, path)
+    for name in parts.keys() - loaded.parts.keys():
+        if isinstance(parts.get(name.rpartition(".")[0]), CONTAINERS):
+            _refuse(name, _kind_of(parts[name]), quoted(None), path)
+
+
+def _changed_values(
+    parts: dict[str, Any], model: ModelPatcher, loaded: Loaded
+) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """Yields the names of plain attributes that differ, with the value found and the file's. What an object patch of
+    some MODEL has replaced is as it was before."""
+    for path, part in loaded.parts.items():
+        now = vars(parts[path])
+        expected = part.values
+        if more := [name for name in now.keys() - part.names if not _is_bookkeeping(name)]:
+            of_class = {name: getattr(type(parts[path]), name, None) for name in more}
+            expected = expected | {
+                name: value for name, value in of_class.items() if _is_plain(value) and value is not None
+            }
+        for name, value in expected.items():
+            found = now.get(name, Ellipsis)
+            if found is not value and (found is Ellipsis or _is_plain(found)) and found != value:
+                found = model.object_patches_backup.get(f"{path}.{name}", found)
+                if found != value:
+                    yield f"{path}.{name}", (found, value)
+
+
+def _check_weights(parts: dict[str, Any], model: ModelPatcher, loaded: Loaded, path: str) -> None:
+    """Raises Refused for a weight without patches whose samples are not the file's, rounded to its dtype."""
+    groups: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
+    for name, weight in _weights(parts, loaded.parts, model):
+        shape = loaded.shapes.get(name)
+        if shape is not None and shape != weight.shape and isinstance(weight, nn.Parameter):
+            _refuse(name, str(tuple(weight.shape)), str(tuple(shape)), path)
+        if shape == weight.shape and not weight.is_meta:
+            groups.setdefault((weight.device, weight.dtype), {})[name] = _sample(weight)
+    for (_, dtype), samples in groups.items():
+        found = torch.cat([*samples.values()]).cpu().double()
+        expected = torch.cat([loaded.samples[name] for name in samples]).to(dtype).double()
+        if not torch.allclose(found, expected, rtol=0, atol=0, equal_nan=True):
+            sizes = [len(sample) for sample in samples.values()]
+            each = zip(samples, found.split(sizes), expected.split(sizes), strict=True)
+            names = [name for name, a, b in each if not torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)]
+            first = names[0].removeprefix(f"{NETWORK}.")
+            raise Refused("network.weights", name=first, count=len(names), path=path)
+
+
+def _weights(
+    parts: dict[str, Any], known: dict[str, Part], model: ModelPatcher | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields the parameters, buffers and other tensors of the `known` parts, those that `model` has patches in as they
+    are without."""
+    backup = {} if model is None else {name: kept.weight for name, kept in model.backup.items()}
+    backup |= {} if model is None else {name: weight for name, (weight, _) in model.hook_backup.items()}
+    for path, part in known.items():
+        owner = parts[path]
+        tensors = {name: vars(owner).get(name) for name in part.tensors}
+        if isinstance(owner, nn.Module):
+            tensors |= owner._parameters | owner._buffers
+        for name, tensor in tensors.items():
+            if tensor is None or name.endswith(CACHED):
+                continue
+            tensor = backup.get(f"{path}.{name}", tensor)
+            tensor = getattr(tensor, "_qdata", tensor)  # of ComfyUI's quantised weights
+            if type(tensor) in (Tensor, nn.Parameter):
+                yield f"{path}.{name}", tensor
+
+
+def _sample(weight: Tensor) -> Tensor:
+    """Returns values from all over a weight, of any strides."""
+    size = weight.numel()
+    step, count = max(1, size // SAMPLES), min(size, SAMPLES)
+    if weight.is_contiguous():
+        return weight.as_strided((count,), (step,))
+    return weight.take(torch.arange(0, count * step, step, device=weight.device))
