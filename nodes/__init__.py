@@ -16,12 +16,14 @@ from .classes.cp_sampler import CPSampler, CPSamplerAdvanced, CPSamplerCustom, C
 from .classes.cp_vae import CPVAE
 from .server.routes import add_routes
 from .server.start_ahead import on_prompt, start_with_comfyui
-from .server.status_events import start_publishing
+from .server.status_events import start_publishing, untested
 
 
 class ContextParallelExtension(ComfyExtension):
     async def on_load(self) -> None:
         """Registers the prompt handler, routes, status events, and a log filter that hides tracebacks of ours."""
+        if newer := untested():
+            logging.getLogger(__name__).warning("[CP] %s", newer)
         PromptServer.instance.add_on_prompt_handler(on_prompt)
         add_routes()
         start_publishing()

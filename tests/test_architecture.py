@@ -26,7 +26,7 @@ ROOMS = (  # arrows only go down this list
     "wire",
 )
 NODE_ROOMS = ("classes", "server", "remote", "describe")  # likewise
-LOOSE = ("jobs", "accelerators", "specs", "request", "errors")  # below all rooms
+LOOSE = ("jobs", "accelerators", "specs", "request", "errors", "versions")  # below all rooms
 COMFY = {"comfy", "comfy_api", "comfy_extras", "comfy_execution", "folder_paths", "server", "execution"}
 DIFFUSERS = {"diffusers", "transformers"}
 WITH_COMFY = ("nodes/", "worker/comfy_loop/", "loading/", "commands/report/")

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from parallel_runtime.versions import OLDEST, TESTED
+
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 REQUIREMENTS = (ROOT / "requirements.txt").read_text().split()
@@ -80,8 +82,8 @@ def test_the_registry_can_read_the_project():
     assert (ROOT / about["license"]["file"]).is_file()
     assert {"Operating System :: POSIX :: Linux", "Environment :: GPU :: NVIDIA CUDA"} <= set(about["classifiers"])
     assert about["dependencies"] == REQUIREMENTS
-    oldest = re.search(r'^OLDEST = "(.+)"', (ROOT / "__init__.py").read_text(), re.MULTILINE)
-    assert PROJECT["tool"]["comfy"]["requires-comfyui"] == f">={oldest[1]}"
+    assert PROJECT["tool"]["comfy"]["requires-comfyui"] == f">={OLDEST}"
+    assert f"tag=v{TESTED}\n" in (ROOT / ".ci" / "comfyui").read_text()
     assert 'width="400" height="400"' in (ROOT / "web" / "icon.svg").read_text(), "the registry takes no larger one"
 
 

@@ -32,13 +32,13 @@ def refusal_of(pack: ModuleType, version: str, monkeypatch: pytest.MonkeyPatch) 
     return str(refusal.value)
 
 
-@pytest.mark.parametrize("version", ["0.3.71", "0.9", "0.14.1"])
+@pytest.mark.parametrize("version", ["0.3.71", "0.9", "0.14.1", "0.15.0"])
 def test_an_old_comfyui_is_told_which_it_takes(pack: ModuleType, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sentence = refusal_of(pack, version, monkeypatch)
-    assert sentence == f"CP Sampler needs ComfyUI 0.15.0 or newer, and this is {version}; update ComfyUI"
+    assert sentence == f"CP Sampler needs ComfyUI 0.15.1 or newer, and this is {version}; update ComfyUI"
 
 
-@pytest.mark.parametrize("version", ["0.15.0", "0.33.0", "1.2", "0.34.0rc1"])
+@pytest.mark.parametrize("version", ["0.15.1", "0.33.0", "1.2", "0.34.0rc1"])
 def test_a_name_that_is_missing_is_named(pack: ModuleType, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "comfy_api", None)
     sentence = refusal_of(pack, version, monkeypatch)

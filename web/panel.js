@@ -9,7 +9,7 @@ import { cardName, gpuLine, rankCard, workerName } from "./rank.js";
 import { facts, timeline } from "./runs.js";
 import { duration, fixed } from "./seconds.js";
 import { product, shares } from "./shares.js";
-import { BUSY, FAILED, WORKING, elapsed, follow, gpuList, gpus, lastRun, lastWords, left, now, reasonOf } from "./status.js";
+import { BUSY, FAILED, WORKING, elapsed, follow, gpuList, gpus, lastRun, lastWords, left, now, reasonOf, untested } from "./status.js";
 import { say } from "./words.js";
 
 /** @typedef {import("./status.js").Status} Status */
@@ -157,7 +157,8 @@ function hint(status) {
   const text = reasonOf(status);
   const reason = text && !/[.!?。]$/.test(text) ? `${text}.` : text;
   const one = gpus() === 1 && !BUSY.includes(status.state) ? say("one.hint") : "";
-  return [reason, hints[/** @type {keyof hints} */ (status.state)] ?? "", one].filter(Boolean).join(" ");
+  const newer = BUSY.includes(status.state) ? "" : untested();
+  return [reason, hints[/** @type {keyof hints} */ (status.state)] ?? "", one, newer].filter(Boolean).join(" ");
 }
 
 /**

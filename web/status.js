@@ -34,6 +34,8 @@ const UNKNOWN = {
 let status = UNKNOWN;
 let receivedAt = 0; // on this browser's clock, which may be another than the server's
 let visible = 0; // GPUs that ComfyUI uses
+/** @type {import("./words.js").Sentence} */
+let newer = "";
 /** @type {Gpu[]} */
 let listed = [];
 /** @type {Set<(now: Status, before: Status) => void>} */
@@ -49,6 +51,9 @@ export const gpus = () => visible;
 
 /** The same GPUs, each with its name and memory. @returns {Gpu[]} */
 export const gpuList = () => listed;
+
+/** That this ComfyUI is newer than the tests' ("" where it is not), in the user's language. */
+export const untested = () => translate(newer);
 
 /** Seconds since the state last changed. */
 export const elapsed = () => status.elapsed + (performance.now() - receivedAt) / 1000;
@@ -102,6 +107,7 @@ async function ask() {
   const news = answer.ok ? await answer.json() : UNKNOWN;
   visible = news.gpus ?? visible;
   listed = news.gpu_list ?? listed;
+  newer = news.untested ?? newer;
   receive(news);
 }
 

@@ -34,6 +34,7 @@ from ..describe.vae import explain_decode
 from ..remote.lease import dry_run, run_kind
 from ..remote.sampling_run import model_on_workers
 from ..server.settings import request_from
+from ..server.status_events import untested
 from .cp_config import CATEGORY, CPConfig
 
 log = logging.getLogger(__name__)
@@ -101,6 +102,8 @@ class CPPlan(io.ComfyNode):
     ) -> io.NodeOutput:
         request = request_from(cp_config)
         made, measured, recommended = _explain(model, latent_image, positive, request, cfg, vae, take_times=measure)
+        if newer := untested():
+            made = replace(made, rows=(*made.rows, Row("Note", newer, "note")))
         parts = [{**asdict(part), "lane": to_json(part.lane)} for part in made.parts]
         report_json = {**made.table, "parts": parts, **measured}
         return io.NodeOutput(made.text, recommended, ui={"text": (made.text,), "cp_plan": [report_json]})

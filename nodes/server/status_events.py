@@ -12,14 +12,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import comfyui_version
 import torch
 from server import PromptServer
 
-from ...parallel_runtime.errors import to_json
+from ...parallel_runtime.errors import say_if, to_json
 from ...parallel_runtime.group.group_status import RankStatus, Status
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.planning.stage_blocks import blocks_of_rank
 from ...parallel_runtime.specs import Parallelism
+from ...parallel_runtime.versions import TESTED, numbers
 from ..describe.local_devices import gpus_json, visible_gpus
 from .settings import PACKAGES, refresh
 
@@ -57,10 +59,17 @@ def help_page(now: Status) -> str:
     return pages.get(now.loss.kind, "worker-was-killed")
 
 
+def untested() -> str:
+    """Returns a sentence where this ComfyUI has a newer minor version than our tests have run, else ""."""
+    found, tested = numbers(comfyui_version.__version__)[:2], numbers(TESTED)[:2]
+    return say_if(found > tested, "untested", tested="{}.{}".format(*tested), found="{}.{}".format(*found))
+
+
 def full_status_json() -> dict[str, Any]:
     """Returns the status as JSON, with GPUs, limits and versions, which events leave out."""
     return {
         **status_json(runtime.status()),
+        "untested": to_json(untested()),
         "gpus": visible_gpus(),
         "gpu_list": gpus_json(),
         "cores": os.cpu_count(),

@@ -16,10 +16,20 @@ class ComfyInstall:
     root: Path
     python: Path
 
+    @property
+    def version(self) -> str:
+        text = (self.root / "comfyui_version.py").read_text()
+        return text.partition('__version__ = "')[2].partition('"')[0]
+
+
+def install_at(path: Path) -> ComfyInstall:
+    root = path.expanduser().absolute()
+    return ComfyInstall(root=root, python=_python_of(root))
+
 
 def find_comfy() -> ComfyInstall | None:
     root = next(filter(_is_comfy, _candidates()), None)
-    return ComfyInstall(root=root, python=_python_of(root)) if root else None
+    return install_at(root) if root else None
 
 
 def why_there_is_none() -> str:

@@ -72,15 +72,17 @@ class Server:
         self.start_seconds = time.monotonic() - started
         self.client = Client(self.port)
 
-    def write_tiny(self, *kinds: str, networks: Collection[str] = ()) -> None:
-        """Tiny files of these kinds (of all if none is named) are in its folders from now on, and these networks."""
+    def write_tiny(self, *kinds: str, networks: Collection[str] = (), by: ComfyInstall | None = None) -> None:
+        """Tiny files of these kinds (of all if none is named) are in its folders from now on, and these networks; an
+        old ComfyUI has them written by another."""
+        writer = by or self.comfy
         models = self.base / "models"
         folder = models / "diffusion_models" / "networks"
         lacking = [kind for kind in kinds or KINDS if not (models / KINDS[kind]).exists()]
         lacking += [name for name in networks if not (folder / f"{name}.safetensors").exists()]
         if lacking:
-            command = [self.comfy.python, "-m", "tests.zoo.files", models, *lacking]
-            environment = {**os.environ, **_QUIET, "PYTHONPATH": SITE, "COMFYUI_PATH": str(self.comfy.root)}
+            command = [writer.python, "-m", "tests.zoo.files", models, *lacking]
+            environment = {**os.environ, **_QUIET, "PYTHONPATH": SITE, "COMFYUI_PATH": str(writer.root)}
             subprocess.run(command, check=True, capture_output=True, cwd=OUR_ROOT, env=environment)
 
     def log(self, since: int = 0) -> str:

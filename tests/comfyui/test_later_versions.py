@@ -10,11 +10,15 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from .comfy import OUR_ROOT, ComfyInstall
+from .graphs import Job, sampling_graph
+from .server import Server, running_server
+from .test_kin import link, node
 
 COMPILER = '\nparser.add_argument("--disable-comfy-compiler", action="store_true")\n'
 START = """
@@ -119,3 +123,27 @@ def test_workers_on_gpus_place_weights_whatever_comfyui_does_with_its_own(comfy:
     given = answer(comfy, GPU_FLAGS, comfy.root, [flag, "--force-fp16"])
     assert flag not in given
     assert given[0] == "--force-fp16"
+
+
+def test_a_newer_comfyui_says_once_that_it_is_untested_and_refuses_nothing(comfy: ComfyInstall, tmp_path: Path) -> None:
+    root = later(comfy, tmp_path, {})
+    for name, text in (
+        ("main.py", (comfy.root / "main.py").read_text()),
+        ("comfyui_version.py", '__version__ = "0.46.1"'),
+    ):
+        (root / name).unlink()  # Python looks for modules beside the file that a link is to
+        (root / name).write_text(text)
+    says = re.compile(r"Tested up to ComfyUI 0\.\d+, and this is 0\.46:")
+    with running_server(replace(comfy, root=root)) as server:
+        graph = sampling_graph(Job(family="flux_dev", steps=1), "CPSampler")
+        graph["plan"] = node("CPPlan", model=link("model"), latent_image=link("latent"), positive=link("positive"))
+        graph["sampler"]["inputs"]["cp_config"] = link("plan", 1)
+        run = server.client.run(graph)
+        assert len(says.findall(server.log())) == 1
+        assert len(says.findall(run.outputs["plan"]["text"][0])) == 1
+        assert server.client.get("/cp/status")["untested"]["values"]["found"] == "0.46"
+
+
+def test_a_tested_comfyui_says_nothing_of_it(server: Server) -> None:
+    assert server.client.get("/cp/status")["untested"] == ""
+    assert "Tested up to" not in server.log()

@@ -29,7 +29,7 @@ from ...loading.mapped import Mapped, load_mapped
 from ...specs import SourceFile
 from ..process.broadcast import check_files
 from .comfyui import named
-from .patcher import UNLIMITED_BYTES
+from .patcher import UNLIMITED_BYTES, unload
 from .rebuild import LoadAdditional
 
 FOLDER = "model_patches"
@@ -74,7 +74,7 @@ class AdditionalModels:
             self._used[user] = used
         for key in before.keys() - set().union(*self._used.values()):
             for patcher in _patchers_of(before[key]):
-                comfy.model_management.unload_model_and_clones(patcher)
+                unload(patcher)
 
     def _load(self, used: dict[Key, Additional], described: dict[str, Any]) -> Additional:
         """Returns the model of one file. Collective where it is not loaded yet. Raises Refused for a changed file."""

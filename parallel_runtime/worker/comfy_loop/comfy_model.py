@@ -32,7 +32,7 @@ from ..models import Model
 from ..step_cache import StepCache
 from .additional_models import AdditionalModels
 from .comfyui import named
-from .patcher import DynamicVram, OffloadSet, RankPatcher, WeightState
+from .patcher import UNLIMITED_BYTES, DynamicVram, OffloadSet, RankPatcher, WeightState, unload
 from .rebuild import rebuild
 
 WeightPatches = Mapping[str, list[Any]]
@@ -119,9 +119,9 @@ class ComfyModel(Model):
             needed = 1.1 * sum(one.model_size() - one.loaded_size() for one in loading)
             needed += comfy.model_management.minimum_inference_memory()
             if any_rank(comfy.model_management.get_free_memory(device) < needed):
-                for loaded in list(comfy.model_management.current_loaded_models):
-                    if loaded.model is not None and not any(one.is_clone(loaded.model) for one in loading):
-                        comfy.model_management.unload_model_and_clones(loaded.model)
+                loaded = comfy.model_management.current_loaded_models
+                kept = [model for model in loaded if any(one.is_clone(model.model) for one in loading)]
+                comfy.model_management.free_memory(UNLIMITED_BYTES, device, kept)
         comfy.model_management.load_models_gpu([*patchers, *networks])
 
     def clear_kv_cache(self) -> None:
@@ -187,7 +187,7 @@ class ComfyModel(Model):
     def offload(self) -> None:
         if self.partner is not None:
             self.partner.offload()
-        comfy.model_management.unload_model_and_clones(self.patcher)
+        unload(self.patcher)
         self.patcher.size = 0  # at the next load it may have other blocks
         self.additional.drop(self)
 

@@ -14,7 +14,7 @@ import comfy.model_management
 import comfy.ops
 import comfy.utils
 import torch
-from comfy.model_patcher import LowVramPatch, get_key_weight, key_param_name_to_key
+from comfy.model_patcher import LowVramPatch, ModelPatcher, get_key_weight, key_param_name_to_key
 
 from ...architectures.network_modules import blocks_of
 from ...architectures.split_plan import SplitPlan
@@ -24,6 +24,13 @@ from ...loading.mapped import Backup, Mapped
 UNLIMITED_BYTES = 1e32
 MERGED_AS_FETCHED = ("weight", "bias")  # of a layer that dynamic VRAM fetches
 SMALL_BYTES = 16 * 1024  # of a layer that ComfyUI's dynamic VRAM loads at once (ModelPatcherDynamic.load)
+
+
+def unload(patcher: ModelPatcher) -> None:
+    """Unloads a MODEL and its clones; ComfyUI's own function for this is not in versions before 0.23."""
+    loaded = comfy.model_management.current_loaded_models
+    kept = [other for other in loaded if not patcher.is_clone(other.model)]
+    comfy.model_management.free_memory(UNLIMITED_BYTES, patcher.load_device, kept)
 
 
 @dataclass(frozen=True, eq=False)
