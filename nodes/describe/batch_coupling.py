@@ -44,6 +44,14 @@ def network_couples_batch(network: nn.Module, options: dict[str, Any]) -> bool:
     return any(options.get("patches", {}).values()) or (known is not None and known.batch_coupled(network))
 
 
+def network_couples_images(network: nn.Module) -> bool:
+    """Does `network` compute the images of a prompt together? Its plan may say so; and one that reads which prompts its
+    batch has goes by the places of images in it (SeedVR2 swaps halves, Trellis2 has the voxels of all in one table)."""
+    known, methods = architecture_of(network), inspect.getmembers(type(network), inspect.isfunction)
+    reads_prompts = any("cond_or_uncond" in method.__code__.co_consts for _, method in methods)
+    return reads_prompts or (known is not None and known.images_coupled(network))
+
+
 def couples_by_masks(network: nn.Module, *masks: Tensor | None) -> bool:
     """Do noise masks [B, ...] that differ between images couple them in `network`? LTX takes the first image's mask for
     all, and a maximum over the batch."""

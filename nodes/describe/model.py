@@ -41,7 +41,7 @@ from ...parallel_runtime.planning.plan_inputs import PlanInputs
 from ...parallel_runtime.planning.request_checks import check_run_in_patches
 from ...parallel_runtime.request import ParallelRequest
 from ...parallel_runtime.specs import ModelSpec, SourceFile
-from .batch_coupling import is_batch_coupled
+from .batch_coupling import is_batch_coupled, network_couples_images
 from .comfy_objects import Describer, Unsendable, qualified_name, reference
 from .control_nets import Conds, controls_of, count_residuals, gligens_of, weight_bytes
 from .foreign_code import check_layers, check_merging, check_model, check_network
@@ -189,7 +189,7 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> DescribedMo
     patch_models = dict.fromkeys(patch.model for patch in model.model_patches_models())
     weight_bytes = sum(map(comfy.model_management.module_size, [network, *patch_models]))
     item_bytes = (comfyui_dtype if dtype == "auto" else getattr(torch, dtype)).itemsize
-    stats = replace(_network_stats(network, architecture, weight_bytes, item_bytes), no_lse=replaced)
+    stats = replace(network_stats_of(network, architecture, weight_bytes, item_bytes), no_lse=replaced)
     graphs = request.options.cuda_graphs != "off" and comfy.model_management.get_torch_device().type == CUDA.kind
     described = DescribedModel(
         spec=replace(
@@ -295,13 +295,13 @@ def describe_weight_patches(model: ModelPatcher) -> dict[str, list[Any]]:
     return described
 
 
-def _network_stats(
+def network_stats_of(
     network: nn.Module, architecture: Architecture | None, weight_bytes: int, item_bytes: int
 ) -> NetworkStats:
     stats = NetworkStats(
         name=type(network).__name__, divisible=False, step_cacheable=False, heads=1,
         weights=sum(parameter.numel() for parameter in network.parameters()),
-        weight_bytes=weight_bytes, item_bytes=item_bytes,
+        weight_bytes=weight_bytes, item_bytes=item_bytes, images_coupled=network_couples_images(network),
     )  # fmt: skip
     if architecture is None:
         return stats
@@ -311,7 +311,6 @@ def _network_stats(
         name=architecture.name,
         divisible=True,
         step_cacheable=bool(plan.trunk),
-        images_coupled=architecture.images_coupled(network),
         heads=architecture.heads(network),
         layers=architecture.layers(network),
         width=architecture.width(network),

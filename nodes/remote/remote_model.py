@@ -129,18 +129,9 @@ def remote_network(network: nn.Module, evaluation: EvaluateCall) -> nn.Module:
 
 
 def _remote_method(kind: type, name: str, evaluation: EvaluateCall) -> Any:
-    """Returns a method `name` that calls `evaluation` with arguments named as in `forward`, which workers call.
-
-    Where `name` and `forward` name an argument differently, the unmatched names correspond in their order.
-    """
+    """Returns a method `name` that calls `evaluation` with its arguments by name."""
     signature = inspect.signature(getattr(kind, name))
     more = {key for key, parameter in signature.parameters.items() if parameter.kind is parameter.VAR_KEYWORD}
-    called = "forward" if name == INNER_FORWARD else name
-    accepted = inspect.signature(getattr(kind, called)).parameters
-    unmatched = (
-        key for key, one in accepted.items() if key not in signature.parameters and one.kind != one.VAR_KEYWORD
-    )
-    names = {key: key if key in accepted else next(unmatched, key) for key in signature.parameters}
 
     @announce_refusals()
     def evaluate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -148,10 +139,8 @@ def _remote_method(kind: type, name: str, evaluation: EvaluateCall) -> Any:
         check_module(self, kind.__name__)
         arguments: dict[str, Any] = {}
         for key, value in list(signature.bind(self, *args, **kwargs).arguments.items())[1:]:
-            arguments.update(value if key in more else {names[key]: value})
-        if "a_timestep" in arguments:  # LTX-2's `forward` takes one timestep for video and audio
-            arguments["timestep"] = [arguments["timestep"], arguments.pop("a_timestep")]
-        return evaluation(called, arguments)
+            arguments.update(value if key in more else {key: value})
+        return evaluation(name, arguments)
 
     return evaluate
 
@@ -185,7 +174,7 @@ class RemoteEvaluation:
         """Returns the network's result for these arguments, on the device of the first one. Raises Refused."""
         if (described := self._described) is None:
             raise Refused("loader.called")
-        each, conds = _split_arguments(arguments, method)
+        each, conds = split_arguments(arguments, method)
         shape, text = _sizes(each, conds)
         network, work, options = described.network, described.work(shape, text), arguments.get("transformer_options")
         masks = (value for name, value in conds.items() if name.endswith("denoise_mask"))
@@ -221,12 +210,12 @@ class RemoteEvaluation:
         self._plans = {}
 
 
-def _split_arguments(arguments: dict[str, Any], method: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the arguments that change with each call (latent, timestep, ControlNet residuals), and the conditions."""
-    present = {key: value for key, value in arguments.items() if value is not None and key != "transformer_options"}
-    changing = [*present][:2] if method == "forward" else []
-    each = {key: value for key, value in present.items() if key in (*changing, "control")}
-    return each, {key: value for key, value in present.items() if key not in each}
+def split_arguments(arguments: dict[str, Any], method: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the arguments that change with each call (latent, timesteps, ControlNet residuals), and the conditions."""
+    given = {key: value for key, value in arguments.items() if key != "transformer_options"}
+    changing = [] if method in METHODS else [*[*given][:2], "a_timestep", "control"]  # LTX-2's audio has its own time
+    each = {key: value for key, value in given.items() if key in changing}
+    return each, {key: value for key, value in given.items() if key not in each}
 
 
 def _sizes(each: dict[str, Any], conds: dict[str, Any]) -> tuple[tuple[int, ...], int]:

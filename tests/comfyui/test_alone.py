@@ -52,18 +52,9 @@ def two(processes: Ranks) -> Group:
     return Group(processes, 2)
 
 
-def test_workers_are_asked_with_all_that_a_network_is_given(alone: Group) -> None:
-    """Also where what runs inside of a network's wrappers has other names for it, or more of them."""
-    names = [
-        "qwen image residuals",
-        "stable audio",
-        "z-image references",
-        "hidream o1",
-        "wan scail",
-        "wandancer",
-        "pid",
-    ]
-    assert alone.run(f"{TOGETHER}lost", names=names) == [{}]
+def test_what_forward_does_beside_the_network_is_done_once_where_the_loop_stays_in_comfyui(alone: Group) -> None:
+    """Every network of the zoo: ComfyUI's process does it, with the wrappers, and a worker does not do it again."""
+    assert alone.run(f"{TOGETHER}stepwise") == [{}]
 
 
 @pytest.mark.parametrize("how", ["copy", "deepcopy"])
@@ -251,6 +242,16 @@ def test_a_pack_that_goes_to_another_folder_does_not_start_the_workers_anew(alon
 def test_frames_of_a_video_stay_together_and_its_prompts_need_not(alone: Group, name: str, coupled: bool) -> None:
     """They attend to each other, as images of a batch do not."""
     assert alone.run(f"{CODE}couples_frames", name=name) == [[coupled, False]]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("name", ["seedvr2", "trellis2 shapes", "trellis2 textures"])
+def test_images_are_not_shared_out_where_a_network_goes_by_their_places(
+    processes: Ranks, name: str, world: int
+) -> None:
+    """SeedVR2 swaps the halves of a batch with both prompts; Trellis2 has the voxels of all shapes in one table."""
+    for answer in Group(processes, world).run(f"{TOGETHER}shared_out", name=name):
+        assert answer == [0.0, False], "each prompt may still have workers of its own"
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import importlib
 import os
 from typing import Any
 
-from ..architectures.cases import forward
-from ..zoo.calls import CASES
+from ..architectures.cases import error, forward
+from ..zoo.calls import CASES, UNDIVIDED
 from ..zoo.networks import FLUX
 from .pack import node_module, pack_module
 
@@ -48,26 +48,48 @@ def reached(rank: int, world: int, name: str, kept: bool) -> str:
     return ""
 
 
-class Asked(Exception):
-    """What a stand-in's answer is asked."""
+def stepwise(rank: int, world: int) -> dict[str, float]:
+    """How far a worker's evaluations that ComfyUI's process asks for are from the network's own, by case of the zoo;
+    those that differ in any bit."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}  # as torchrun does
+    model, _ = _model(ONE)
+
+    def evaluate(method: str, arguments: dict[str, Any]) -> Any:
+        each, conds = remote_model.split_arguments(arguments, method)
+        options = model_patches.describe_transformer_options(arguments["transformer_options"], None)
+        job = jobs.EvaluationJob(
+            call_arguments=each, options=options, cond_number=1, cond_arguments=conds, weight_patches={},
+            batch_coupled=False, method=method,
+        )  # fmt: skip
+        return evaluation.evaluate(model, job, _progress())["out"]
+
+    differing = {}
+    for name, case in (CASES | UNDIVIDED).items():
+        network, inputs = case.network(), case.inputs()
+        network._forward_pre_hooks.clear()  # the zoo's, which would be refused as a pack's
+        want = forward(network, inputs)
+        model.network = model.patcher.model.diffusion_model = network
+        got = forward(remote_model.remote_network(network, evaluate), inputs)
+        if not all(map(torch.equal, got, want)):
+            differing[name] = error(got, want)
+    return differing
 
 
-def lost(rank: int, world: int, names: list[str]) -> dict[str, list[str]]:
-    """What these networks are given that their stand-ins do not ask with, by network."""
-
-    def evaluation(method: str, arguments: dict[str, Any]) -> None:
-        raise Asked(*arguments)
-
-    results = {}
-    for name in names:
-        network, inputs = CASES[name].network(), CASES[name].inputs()
-        network._forward_pre_hooks.clear()  # the zoo's
-        try:
-            forward(remote_model.remote_network(network, evaluation), inputs)
-        except Asked as arrived:
-            if missing := inputs.keys() - set(arrived.args):
-                results[name] = sorted(missing)
-    return results
+def shared_out(rank: int, world: int, name: str) -> tuple[float, bool]:
+    """How far a batch of this network, which has no plan, is from the network's own where its images are shared out
+    over all ranks as the host says; and whether the host says that prompts are not."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}  # as torchrun does
+    model, _ = _model(specs.Parallelism(data_degree=world))
+    network, inputs = UNDIVIDED[name].network(), UNDIVIDED[name].inputs()
+    prompts = {"cond_or_uncond": [0, 1], "sample_sigmas": torch.ones(2)} if name == "seedvr2" else {}
+    want = forward(network, inputs, **prompts)
+    images_coupled = describe.network_stats_of(network, None, 0, 4).images_coupled
+    model.network = model.patcher.model.diffusion_model = network
+    with torch.inference_mode():
+        got = model.data_parallel(
+            network, len(inputs["x"]), batch_coupled=images_coupled, **inputs, transformer_options=prompts
+        )
+    return error([got], want), coupling.network_couples_batch(network, prompts)
 
 
 def kept_by(rank: int, world: int, node: str, widgets: dict[str, Any]) -> tuple[bool, str]:

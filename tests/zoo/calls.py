@@ -236,7 +236,7 @@ def minimax_h3(text: int = 7, **more: Any) -> Inputs:
 
 def minimax_h3_masks() -> Inputs:
     masks = dict(denoise_mask=uniform(1, 1, 3, 5, 7).round(decimals=1), audio_denoise_mask=uniform(1, 1, 1, 22))
-    return minimax_h3(**masks)
+    return minimax_h3(minimax_payload={"audio_scale": 2.0}, **masks)
 
 
 def hidream_o1(text: int = 9) -> Inputs:
@@ -266,6 +266,23 @@ def ace_step15() -> Inputs:
 def minimax_music(length: int) -> Inputs:
     given = dict(x=normal(1, 128, length), timestep=times(1), context=normal(1, 20, 8 * 4096))
     return given | dict(conditioning_scale=torch.ones(1, 1, 1))
+
+
+def seedvr2() -> Inputs:
+    """Three videos of two prompts, as ComfyUI joins them."""
+    video, condition = normal(3, 16, 2, 6, 8), normal(3, 17, 2, 6, 8)
+    given = dict(x=video.repeat(2, 1, 1, 1, 1), timestep=times(1, (500.0, 500.0)).repeat(6))
+    return given | dict(context=normal(6, 7, 5120), condition=condition.repeat(2, 1, 1, 1, 1))
+
+
+def trellis2(mode: str, **more: Any) -> Inputs:
+    """Two shapes of 9 and 13 voxels, all of them in one table."""
+    counts = torch.tensor([9, 13])
+    voxels = torch.randint(0, 32, (22, 3), generator=torch.Generator().manual_seed(3))
+    coords = torch.cat([torch.arange(2).repeat_interleave(counts)[:, None], voxels], 1).int()
+    tables = dict(trellis2_coords=coords, trellis2_coord_counts=counts, trellis2_generation_mode=mode)
+    given = dict(x=normal(2, 32, 13, 1), timestep=times(2, LATE), context=normal(2, 5, 32), embeds=normal(2, 5, 32))
+    return given | tables | more
 
 
 NARROW = dict(io_channels=16, cond_token_dim=64, project_cond_tokens=False, global_cond_dim=64)
@@ -392,4 +409,12 @@ CASES: dict[str, Case] = {
     "ace-step 1.5": Case("ace_step_15", ace_step15),
     "minimax music": Case(remade.minimax_music, partial(minimax_music, 37)),
     "minimax music, two windows": Case(remade.minimax_music, partial(minimax_music, 900)),
+}
+
+UNDIVIDED: dict[str, Case] = {  # networks without a plan, and the prompts of their batches
+    "seedvr2": Case("seedvr2", seedvr2),
+    "trellis2 shapes": Case(remade.trellis2, partial(trellis2, "shape_generation_512")),
+    "trellis2 textures": Case(
+        remade.trellis2, lambda: trellis2("texture_generation", trellis2_shape_slat=normal(22, 32))
+    ),
 }

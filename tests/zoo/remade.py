@@ -51,6 +51,12 @@ def minimax_music() -> nn.Module:
     return filled(network.to_empty(device="cpu").eval())
 
 
+def trellis2() -> nn.Module:
+    """Its config fixes the number of its networks' heads and their widths together."""
+    sizes = dict(resolution=64, model_channels=96, cond_channels=32, num_blocks=2, num_heads=3)
+    return filled(kind_of("ldm.trellis2.model:Trellis2")(**sizes, init_txt_model=True, **settings()).eval())
+
+
 def lllite(width: int) -> nn.Module:
     """The network of Anima LLLite, which says by its weights how large it is."""
     import comfy.ops

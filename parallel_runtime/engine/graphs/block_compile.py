@@ -19,20 +19,22 @@ from .cuda_graphs import without_constants
 
 
 def compile_blocks(blocks: Iterable[nn.Module], compilation: Compilation) -> Callable[[], None]:
-    """Compiles the forward of each block; returns a function that makes them eager again.
+    """Compiles the forward of each block, or what ComfyUI's `forward` calls between wrappers; returns a function that
+    makes them eager again.
 
     Compiles the forward and not the module: a module's hooks would become part of its graph, and ours note what they
     split in objects that a graph changes only when it has ended. Discards earlier graphs, which may be of the same code
     with other splits.
     """
     torch.compiler.reset()
-    compiled = list(blocks)
-    for block in compiled:
-        block.forward = _refusing(torch.compile(block.forward, **_compile_arguments(compilation)), compilation.backend)
+    compiled = [(block, "_forward" if hasattr(block, "_forward") else "forward") for block in blocks]
+    for block, name in compiled:
+        forward = torch.compile(getattr(block, name), **_compile_arguments(compilation))
+        setattr(block, name, _refusing(forward, compilation.backend))
 
     def undo() -> None:
-        for block in compiled:
-            vars(block).pop("forward", None)
+        for block, name in compiled:
+            vars(block).pop(name, None)
 
     return undo
 

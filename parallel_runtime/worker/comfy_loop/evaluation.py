@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from ...errors import Refused, quoted
@@ -15,7 +17,8 @@ from ..process.progress import Progress
 from .comfy_model import ComfyModel
 from .rebuild import rebuild
 
-METHODS = ("forward", "preprocess_text_embeds")  # methods of a network that ComfyUI's code calls from outside
+FORWARDS = ("forward", "_forward")  # ComfyUI's process may have done what `forward` does beside `_forward`
+METHODS = (*FORWARDS, "preprocess_text_embeds")  # methods of a network that code outside of a worker calls
 
 
 def evaluate(model: ComfyModel, job: EvaluationJob, progress: Progress) -> dict[str, Any]:
@@ -32,19 +35,31 @@ def evaluate(model: ComfyModel, job: EvaluationJob, progress: Progress) -> dict[
     if job.method not in METHODS:
         raise Refused("job.method", method=quoted(job.method), methods=", ".join(METHODS))
     if model.spec.compute_dtype:  # a cp_config may set another one than ComfyUI's process computes in
-        arguments = _cast(arguments, getattr(torch, model.spec.compute_dtype))
+        times = job.call_arguments.keys() - {next(iter(job.call_arguments), ""), "control"}
+        dtype = getattr(torch, model.spec.compute_dtype)
+        arguments = {name: value if name in times else _cast(value, dtype) for name, value in arguments.items()}
     if options is not None:
         arguments["transformer_options"] = moved(options, device)
         if model.attention is not None:
             arguments["transformer_options"].setdefault("optimized_attention_override", model.attention)
-    if job.method != "forward":
+    if job.method not in FORWARDS:
         return {"out": getattr(model.network, job.method)(**arguments)}
     latents = arguments[next(iter(job.call_arguments))]
     x = latents if torch.is_tensor(latents) else latents[0]
-    with kernel_advice(model, x):
+    with kernel_advice(model, x), called_as(job.method, model.network):
         out = model.data_parallel(model.network, len(x), batch_coupled=job.batch_coupled, **arguments)
     progress.compare_ranks("an evaluation", "prediction", *(out if isinstance(out, list | tuple) else [out]))
     return {"out": out}
+
+
+@contextmanager
+def called_as(method: str, network: nn.Module) -> Iterator[None]:
+    """Has a call of `network`, with the hooks that split it, compute this `method`."""
+    network.forward = getattr(network, method)
+    try:
+        yield
+    finally:
+        del network.forward
 
 
 def _cond_arguments(model: ComfyModel, job: EvaluationJob, device: torch.device) -> dict[str, Any]:
@@ -60,15 +75,11 @@ def _cond_arguments(model: ComfyModel, job: EvaluationJob, device: torch.device)
     return model.cond_arguments[job.cond_number]
 
 
-def _cast(arguments: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Casts the network's inputs as ComfyUI does: all floating-point tensors except the noise level."""
-
-    def cast(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.to(dtype) if value.is_floating_point() else value
-        return [cast(item) for item in value] if isinstance(value, list) else value
-
-    return {name: value if name.startswith("timestep") else cast(value) for name, value in arguments.items()}
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Casts the floating-point tensors of a network's argument, as ComfyUI does."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    return [_cast(item, dtype) for item in value] if isinstance(value, list) else value
 
 
 def moved(value: Any, device: torch.device) -> Any:
