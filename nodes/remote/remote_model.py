@@ -211,9 +211,9 @@ class RemoteEvaluation:
 
 
 def split_arguments(arguments: dict[str, Any], method: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the arguments that change with each call (latent, timesteps, ControlNet residuals), and the conditions."""
+    """Returns the arguments that change with each call (latent, time, ControlNet residuals), and the conditions."""
     given = {key: value for key, value in arguments.items() if key != "transformer_options"}
-    changing = [] if method in METHODS else [*[*given][:2], "a_timestep", "control"]  # LTX-2's audio has its own time
+    changing = [] if method in METHODS else [*[*given][:2], "a_timestep", "control"]  # LTX-2 has a time for audio
     each = {key: value for key, value in given.items() if key in changing}
     return each, {key: value for key, value in given.items() if key not in each}
 

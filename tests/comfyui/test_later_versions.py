@@ -40,6 +40,13 @@ from parallel_runtime.worker.comfy_loop.comfyui import import_comfyui
 import_comfyui(ComfySetup(root=sys.argv[1], flags=tuple(sys.argv[2:])), torch.device("cpu"))
 print(json.dumps(sys.argv))
 """
+FAST = (
+    FLAGS
+    + """
+from comfy.cli_args import args
+print(json.dumps([sorted(feature.value for feature in args.fast), torch.backends.cudnn.benchmark]))
+"""
+)
 
 GPU_FLAGS = """
 import json, sys, torch
@@ -147,3 +154,14 @@ def test_a_newer_comfyui_says_once_that_it_is_untested_and_refuses_nothing(comfy
 def test_a_tested_comfyui_says_nothing_of_it(server: Server) -> None:
     assert server.client.get("/cp/status")["untested"] == ""
     assert "Tested up to" not in server.log()
+
+
+@pytest.mark.parametrize("chosen", [[], ["autotune", "cublas_ops"]], ids=["all", "two"])
+def test_ranks_do_not_time_convolutions_each_for_itself(comfy: ComfyInstall, tmp_path: Path, chosen: list[str]) -> None:
+    """With --fast, as a ComfyUI understands it that acts on the flag at import. Its other parts stay."""
+    at_import = "\ntorch.backends.cudnn.benchmark = PerformanceFeature.AutoTune in args.fast\n"
+    root = later(comfy, tmp_path, {"model_management.py": at_import})
+    features, benchmark = answer(comfy, FAST, root, ["--fast", *chosen])
+    assert not benchmark
+    assert "autotune" not in features
+    assert "cublas_ops" in features

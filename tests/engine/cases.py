@@ -113,6 +113,16 @@ def rows_without_keys(rank: int, world: int, degrees: list[int]) -> float:
     return _compare(run(problem, degrees, own_mask, {}), problem, mesh(*degrees))
 
 
+def hidden_beyond_the_dtype(rank: int, world: int, dtype: str, hidden: float) -> float:
+    """The error of a ring in `dtype` whose float32 mask hides the keys of the second rank by `hidden`."""
+    generator, places = torch.Generator().manual_seed(0), torch.arange(16)
+    seen = ((places < 9) & (places != 1))[None]  # the first rank has text 0 and image 2 to 8
+    q, k, v = (torch.randn(1, 16, 2, 32, generator=generator).to(getattr(torch, dtype)) for _ in range(3))
+    problem, place = Problem(2, 14, q, k, v, seen), mesh(2, 1)
+    mask = own(torch.zeros(1, 16).masked_fill(~seen, hidden), problem, place)[:, None, None, :]
+    return _compare(run(problem, [2, 1], mask, {}), problem, place)
+
+
 def started_collectives(rank: int, world: int, degrees: list[int], method: str) -> list[int]:
     """[all-to-alls, batches of messages, messages] that one attention without a mask starts."""
     return counted_collectives(

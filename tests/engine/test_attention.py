@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 
 import pytest
+import torch
 
 from .conftest import Groups
 from .degrees import ALIKE, Degrees
@@ -112,6 +113,14 @@ def test_keys_and_values_go_together_and_nothing_else_does(groups: Groups) -> No
 
 def test_a_mask_is_exchanged_once_a_forward(groups: Groups) -> None:
     assert groups(2).run(f"{CASES}:mask_exchanges", degrees=(1, 2)) == [[0, 1, 0, 0, 1]] * 2
+
+
+@pytest.mark.parametrize(("dtype", "hidden"), [("bfloat16", torch.finfo(torch.float32).min), ("float16", -1e9)])
+def test_a_mask_may_hide_keys_by_more_than_the_dtype_of_the_queries_holds(
+    groups: Groups, dtype: str, hidden: float
+) -> None:
+    for error in groups(2).run(f"{CASES}:hidden_beyond_the_dtype", dtype=dtype, hidden=hidden):
+        assert error <= 2e-2, "a hidden block has weight in the merge"
 
 
 @pytest.mark.parametrize("in_fp32", [True, False])

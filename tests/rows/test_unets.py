@@ -92,6 +92,13 @@ def test_a_patch_sees_all_rows_and_does_what_it_does_undivided(unets: Groups, na
             assert error["error"] <= 2e-5
 
 
+@pytest.mark.parametrize("name", ["PAG", "SAG"])
+def test_a_patch_may_replace_attention_along_time(unets: Groups, name: str) -> None:
+    """Which is in the same blocks of Stable Video Diffusion, and has no rows: each rank computes that in full."""
+    for error in unets(2).run(f"{CASES}:patched", name=name, ring=2, ulysses=1, size=(16, 24, 1), of="SVD"):
+        assert error["error"] <= 2e-5
+
+
 @pytest.mark.sweep(one_in=28)
 @pytest.mark.parametrize("division", DIVISIONS)
 @pytest.mark.parametrize("name", PATCHES)

@@ -106,10 +106,13 @@ def messages(
     }
 
 
-def patched(rank: int, world: int, name: str, ring: int, ulysses: int, size: Sequence[int]) -> dict[str, float]:
+def patched(
+    rank: int, world: int, name: str, ring: int, ulysses: int, size: Sequence[int], of: str = "SD1.5"
+) -> dict[str, float]:
     """With one of unet_patches.PATCHES, or "control": how far the divided network is from the undivided one, and what
     the patch does to that."""
-    network, given = unet_patches.model().diffusion_model, row_calls.unet("SD1.5", *size)
+    network = unet_patches.model().diffusion_model if of == "SD1.5" else row_calls.made(of)
+    given = row_calls.unet(of, *size)
     runs = []
 
     def once(options: dict[str, Any]) -> Tensor:

@@ -114,6 +114,7 @@ PATCHES: dict[str, Patch] = {
     "HyperTile": node("nodes_hypertile", "HyperTile", 64, 2, 1, False),
     "Deep Shrink": node("nodes_model_downscale", "PatchModelAddDownscale", 3, 2.0, 0.0, 0.35, True, *["bicubic"] * 2),
     "PAG": lambda patcher: patcher.set_model_attn1_replace(lambda q, k, v, extra, mask=None: v, "middle", 0),
+    "SAG": node("nodes_sag", "SelfAttentionGuidance", 0.5, 2.0),  # it looks on here
     "attention by regions": _regions,
     "attn2_patch": put("attn2_patch", lambda q, k, v, extra: (q * extra["activations_shape"][-2] / 30, k, v)),
     "Hypernetwork": _hypernetwork,

@@ -114,12 +114,13 @@ def gather_key_mask(mask: Tensor, batch: int, heads: int, streams: Streams, name
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns `mask` as a finite bias. Minus infinity becomes a huge negative number, so that a block whose keys are
-    all masked has a log-sum-exp that vanishes in the merge; with -inf itself kernels return 0 there, or NaN."""
+    """Returns `mask` as a finite bias. What `dtype` would hold as minus infinity becomes a huge negative number, so that
+    a block whose keys are all masked has a log-sum-exp that vanishes in the merge; with -inf itself kernels return 0
+    there, or NaN."""
     floor = torch.finfo(dtype).min / 2
     if mask.dtype == torch.bool:
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, floor)
-    return mask.to(dtype).masked_fill(mask == -torch.inf, floor)
+    return mask.clamp_min(floor).to(dtype)
 
 
 def _tokens_first(mask: Tensor, batch: int, heads: int) -> Tensor:

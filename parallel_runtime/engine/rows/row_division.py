@@ -87,7 +87,8 @@ class RowDivision(ExitStack):
         options = dict(arguments.get("transformer_options") or {})
         is_full = any(arguments.get(name) is not None for name in self._plan.refused_split)
         if not is_full and (levels := self.levels_of(x.shape)) is not None:
-            before = random_states(x.device) if options.get("patches") else None
+            is_patched = options.get("patches") or options.get("patches_replace")
+            before = random_states(x.device) if is_patched else None
             with self._dividing(levels, options.get(OVERRIDE)):
                 local_options = options | self._patches.of(options, levels, list(x.shape)) | {OVERRIDE: self._override}
                 call.arguments = arguments | self._split(arguments, levels) | {"transformer_options": local_options}

@@ -41,6 +41,10 @@ def import_comfyui(setup: ComfySetup, device: torch.device) -> None:
     sys.argv = ["main.py", *_flags(setup, device)]
     comfy.options.enable_args_parsing()
     import comfy.cli_args
+
+    # Each rank would time cuDNN's convolutions for itself; ranks that choose others get other bits from the same layers.
+    args = comfy.cli_args.args
+    args.fast = {feature for feature in args.fast if feature.value != "autotune"}
     import comfy.model_management
 
     comfy_device = comfy.model_management.get_torch_device()
