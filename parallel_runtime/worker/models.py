@@ -18,7 +18,7 @@ from ..architectures.row_plan import RowPlan
 from ..engine.attention.attention_override import backend_override
 from ..engine.comm.device_events import BlockCounter, event_factory
 from ..engine.comm.device_memory import can_allocate, empty_cache
-from ..engine.comm.mesh import ContextMesh, GroupState, MeshDim, build_mesh, with_new_group
+from ..engine.comm.mesh import ContextMesh, GroupState, MeshDim, build_mesh, end_groups, with_new_group
 from ..engine.comm.votes import any_rank, refuse_on_all_ranks
 from ..engine.graphs.block_compile import compile_blocks
 from ..engine.graphs.graph_runner import GraphRunner
@@ -34,6 +34,7 @@ from .process.broadcast import check_files
 from .process.progress import Progress
 
 CPU = torch.device("cpu")
+IDLE_MESHES = 2  # kept beside those that models are split over: users go back to degrees that they had
 
 OnProgress = Callable[[float], None]
 
@@ -183,7 +184,8 @@ Loop = Callable[[Any, Any, Progress], dict[str, Any]]  # runs jobs of one kind o
 
 
 class Models:
-    """The models and VAEs of this rank, by their specs without patches. Meshes are kept: groups are built once.
+    """The models and VAEs of this rank, by their specs without patches. The meshes of their degrees are kept, and those
+    that were used last: to make communicators takes time, and each takes memory of a GPU.
 
     `loaders` are by the kind of the job that needs a model.
     """
@@ -219,6 +221,7 @@ class Models:
         model.place_weights(self._placement(request.weight_placement, parallelism))
         model.compile(spec.compilation)
         self._evict_graphs_for(model)
+        self._end_idle_meshes()
         return model
 
     def _evict_graphs_for(self, model: Model) -> None:
@@ -266,9 +269,12 @@ class Models:
 
     def recover(self) -> None:
         """Waits for the device and frees the tensors of a job that was refused in its middle."""
+        self._wait_for_device()
+        self._free_unused()
+
+    def _wait_for_device(self) -> None:
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
-        self._free_unused()
 
     def _free_unused(self) -> None:
         gc.collect()
@@ -287,6 +293,19 @@ class Models:
     def mesh(self, parallelism: Parallelism) -> ContextMesh:
         """Returns the mesh of these degrees, with these shares. Collective when the degrees are new."""
         shape = parallelism.mesh_shape
-        if shape not in self._meshes:
-            self._meshes[shape] = build_mesh(parallelism, self._device, self.group_state)
-        return self._meshes[shape].with_shares(parallelism.shares)
+        built = self._meshes.pop(shape, None) or build_mesh(parallelism, self._device, self.group_state)
+        self._meshes[shape] = built  # the last one
+        return built.with_shares(parallelism.shares)
+
+    def _end_idle_meshes(self) -> None:
+        """Destroys communicators of degrees that no model is split by; a recorded graph that used them is discarded by
+        then. Collective: all ranks have had the same requests, and so the same meshes in the same order."""
+        used = {model.parallelism.mesh_shape for model in self.loaded}
+        idle = [shape for shape in self._meshes if shape not in used][:-IDLE_MESHES]
+        if idle:
+            self._wait_for_device()
+            any_rank(False)  # the others have no work left on them either
+        for shape in idle:
+            weights = self._shard_dims.pop(shape, None)
+            end_groups([*self._meshes.pop(shape).dims, *([weights] if weights else [])])
+            self._placements = {key: value for key, value in self._placements.items() if key[1] != shape}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from parallel_runtime.architectures import Architecture
@@ -99,6 +101,21 @@ def refused_by_one(rank: int, world: int, name: str) -> dict[str, Any]:
     except Refused as refused:
         message = str(refused)
     return {"said": message, "error": error(forward(network, inputs), plain)}
+
+
+def with_nan(rank: int, world: int, name: str) -> list[bool]:
+    """Are the outputs in stages, alone and in flight, the plain network's, of which the second entry has NaN?"""
+    network, inputs = made(name)
+    inputs["context"][1, 0] = torch.nan
+    want = forward(network, inputs)
+    assert want[0][1].isnan().all()
+    assert not want[0][0].isnan().any()
+    degrees = Parallelism(pipeline_degree=world)
+    cut = Stages(network, plan_of(network).plan, mesh_of(degrees), degrees)
+    alone = forward(network, inputs)
+    with cut.in_flight():
+        together = cut.share_outputs(forward(network, inputs))
+    return [all(map(partial(torch.allclose, equal_nan=True), got, want)) for got in (alone, together)]
 
 
 LOUD = (ValueError, RuntimeError, TypeError)

@@ -60,4 +60,10 @@ def test_what_one_stage_refuses_all_do_and_the_next_forward_is_right(networks: G
 def test_nothing_wrong_gets_through_a_plan_without_a_word_on_stages(networks: Groups, case: str) -> None:
     for answer in networks(2).run("tests.architectures.stage_cases:with_one_word_less", name=case):
         assert answer
-        assert all(result == "refused" or result <= SAME for result in answer.values())
+        assert all(result in ("refused", float("inf")) or result <= SAME for result in answer.values()), "not even NaN"
+
+
+def test_a_network_that_gives_nan_gives_it_in_stages_too(networks: Groups) -> None:
+    """As KSampler does, which returns a black picture: on all ranks the same, one forward at a time and in flight."""
+    for answer in networks(2).run("tests.architectures.stage_cases:with_nan", name="flux"):
+        assert answer == [True, True]

@@ -44,6 +44,18 @@ def test_every_block_is_fetched_once_an_evaluation(networks: Groups) -> None:
     assert answer["fetches"] == 2 * (19 + 38)
 
 
+@pytest.mark.parametrize("mode", ["shard", "staged"])
+@pytest.mark.parametrize(("name", "runs_again"), [("wan vace", 2), ("wan animate", 0), ("pid", 0)])
+def test_blocks_of_two_stacks_that_take_turns_are_fetched_once_an_evaluation(
+    networks: Groups, name: str, runs_again: int, mode: str
+) -> None:
+    """In the first one each stack may take the other's buffers. Two contexts of VACE run its blocks twice, which are
+    poisoned between."""
+    for answer in networks(2).run(WHERE, name=name, mode=mode, ring=2):
+        assert answer["equal"]
+        assert answer["later fetches"] == answer["modules"] + runs_again
+
+
 def test_resident_blocks_are_not_fetched(networks: Groups) -> None:
     (answer,) = networks(1).run(WHERE, name="chroma", mode="staged", residents=[40])
     assert answer["equal"]

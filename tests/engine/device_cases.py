@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 
 import torch
+import torch.distributed as dist
 
+from parallel_runtime.engine.comm.mesh import MeshDim
 from parallel_runtime.engine.comm.votes import differing_ranks
 from parallel_runtime.errors import Refused
 from parallel_runtime.jobs import DemoJob
@@ -49,3 +51,34 @@ def loaded_by_one(rank: int, world: int) -> tuple[str, int]:
     except Refused as refused:
         message = str(refused)
     return message, len(models.loaded)
+
+
+def tried_degrees(rank: int, world: int, all_degrees: list[dict[str, int]]) -> tuple[list[float], bool]:
+    """What the ranks of a sequence sum up to over the weights' own group with one set of degrees after another, while
+    a second model keeps its own; and whether that one's group still works."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+
+    class Unsplit(Model):
+        def split(self, parallelism: Parallelism) -> None:
+            pass
+
+        def place_weights(self, placement: object) -> None:
+            pass
+
+    models = Models(torch.device("cpu"), {DemoJob: lambda spec, *_: Unsplit(spec, torch.nn.Linear(2, 2))})
+    shard = WeightPlacement(mode="shard")
+
+    def used(name: str, degrees: dict[str, int]) -> Unsplit:
+        return models.get(Run(1, ModelSpec(loader=name), Parallelism(**degrees), shard), lambda _: None, flux_job())
+
+    def summed(dim: MeshDim) -> float:
+        total = torch.ones(1)
+        dist.all_reduce(total, group=dim.group)
+        return float(total)
+
+    kept = used("kept", all_degrees[-1])
+    sums = []
+    for degrees in all_degrees * 2:
+        used("tried", degrees)
+        sums.append(summed(models._shard_dims[Parallelism(**degrees).mesh_shape]))
+    return sums, summed(kept.mesh.context) == kept.mesh.context.size

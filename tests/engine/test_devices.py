@@ -30,3 +30,15 @@ def test_what_one_rank_could_load_and_another_refused_nobody_has(groups: Groups)
         ["another worker refused", 0],
         ["no such file here", 0],
     ]
+
+
+def test_degrees_that_were_tried_and_let_go_can_be_used_again(groups: Groups) -> None:
+    tried = [
+        {"ring_degree": 2, "ulysses_degree": 2},
+        {"cfg_degree": 2, "ulysses_degree": 2},
+        {"data_degree": 2, "ring_degree": 2},
+        {"pipeline_degree": 2, "ulysses_degree": 2},
+        {"cfg_degree": 2, "ring_degree": 2},
+    ]
+    for answer in groups(4).run("tests.engine.device_cases:tried_degrees", all_degrees=tried):
+        assert answer == [[4.0, 2.0, 2.0, 2.0, 2.0] * 2, True]

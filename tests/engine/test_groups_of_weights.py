@@ -93,3 +93,19 @@ def test_parts_have_one_group_a_shape_and_make_it_once() -> None:
     assert groups() == before + 1
     place_of(kept_models, parallelism, WeightPlacement())
     assert groups() == before + 1
+
+
+def test_groups_of_degrees_that_no_model_has_any_more_are_let_go() -> None:
+    """But for the last few: a user who tries degrees would pile up communicators, which take memory of a GPU."""
+    kept_models, counts = models(), []
+    shapes = [
+        Parallelism(ring_degree=2, ulysses_degree=2),
+        Parallelism(cfg_degree=2, ulysses_degree=2),
+        Parallelism(data_degree=2, ring_degree=2),
+        Parallelism(data_degree=2, cfg_degree=2),
+        Parallelism(pipeline_degree=2, ulysses_degree=2),
+    ]
+    for parallelism in [*shapes, *shapes]:
+        place_of(kept_models, parallelism, WeightPlacement(mode="shard"))
+        counts.append(groups())
+    assert max(counts[:5]) == max(counts[5:]) == counts[2]

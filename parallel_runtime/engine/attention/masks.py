@@ -114,7 +114,7 @@ def gather_key_mask(mask: Tensor, batch: int, heads: int, streams: Streams, name
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns `mask` as a finite bias. What `dtype` would hold as minus infinity becomes a huge negative number, so that
+    """Returns `mask` as a finite bias. What would be minus infinity in `dtype` becomes a huge negative number, so that
     a block whose keys are all masked has a log-sum-exp that vanishes in the merge; with -inf itself kernels return 0
     there, or NaN."""
     floor = torch.finfo(dtype).min / 2

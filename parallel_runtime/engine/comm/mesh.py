@@ -88,6 +88,10 @@ class ContextMesh:
     device_mesh: DeviceMesh | None = None
 
     @property
+    def dims(self) -> list[MeshDim]:
+        return [*(getattr(self, name) for name in MESH_DIMS), self.context]
+
+    @property
     def batch_groups(self) -> int:
         """Returns the number of batch groups: context meshes that compute other prompts or images."""
         return self.data.size * self.cfg.size
@@ -160,6 +164,13 @@ def with_new_group(mesh_dim: MeshDim, device: torch.device) -> MeshDim:
     assert tuple(dist.get_process_group_ranks(dim.group)) == mesh_dim.ranks
     _copy_world_timeout(dim, device)
     return dim
+
+
+def end_groups(mesh_dims: Sequence[MeshDim]) -> None:
+    """Destroys the communicators of these dimensions, except the world's. No work may be left on them. Collective."""
+    for group in dict.fromkeys(dim.group for dim in mesh_dims):
+        if group is not None and group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 def participating_ranks(sizes: Sequence[int], device: torch.device) -> MeshDim | None:

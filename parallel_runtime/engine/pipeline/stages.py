@@ -8,6 +8,7 @@ is the network's own, on the rank where its numbers are real.
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -27,6 +28,8 @@ from ..split.hooks import Block, blocks_of_plan
 from ..split.parallelize import parallelize, unparallelize
 from ..split.streams import streams_of
 from .stage_channel import StageChannel
+
+log = logging.getLogger(__name__)
 
 STAGE_ATTRIBUTE = "_real_on_stage"  # attribute of a block's output: the stage that computed it
 
@@ -74,8 +77,9 @@ class Stages(ExitStack):
     """A network in the stages of a pipeline, whose tokens the ranks of a stage split where `parallelism` says so: its
     placeholders and hooks, which closing it removes. `remote_blocks` are the blocks of other stages.
 
-    Each forward's output is on every rank when it returns. `in_flight`, several forwards follow each other without
-    waiting, and their outputs are real on the last stage until `share_outputs`; so do the turns of token patches.
+    Each forward's output is on every rank when it returns, also NaN, which the network itself may give. `in_flight`,
+    several forwards follow each other without waiting, and their outputs are real on the last stage until
+    `share_outputs`; so do the turns of token patches.
     """
 
     def __init__(self, network: nn.Module, plan: SplitPlan, mesh: ContextMesh, parallelism: Parallelism) -> None:
@@ -86,6 +90,7 @@ class Stages(ExitStack):
         self._output_shared = False  # all ranks have this forward's output, or its error
         self._outer_exception: BaseException | None = None  # handled by the caller while this forward began
         self._unit = 0  # the unit that ran last in this forward
+        self._has_warned = False
         self._latest_stage: int | None = None  # of the block that ran last; None: every rank's numbers are real
         self._sources: list[int | None] = []  # for a block's hidden states: the stages where they are real
         reading = (each for each in plan.module_plans if each.updated_args and each.runs_with is None)
@@ -228,8 +233,12 @@ class Stages(ExitStack):
         """Returns the tensors of stage `owner`, on every rank."""
         if owner != self._mesh_dim.index:
             return self.channel.recv(owner, tensors)
-        if any(bool(tensor.isnan().any()) for tensor in tensors):
-            raise Refused("stage.number", widget="pipeline_degree")
+        if not self._has_warned and any(bool(tensor.isnan().any()) for tensor in tensors):
+            self._has_warned = True
+            log.warning(
+                "[CP] the pipeline's result has NaN: the model itself gives NaN, or this ComfyUI needs another plan; "
+                "set pipeline_degree to 1 to see which"
+            )
         for peer in self._mesh_dim.other_ranks:
             self.channel.send(peer, tensors)
         return tensors

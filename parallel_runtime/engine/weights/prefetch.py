@@ -3,7 +3,7 @@ which modules to fetch from where: blocks, and large layers outside of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -85,7 +85,10 @@ class Buffers:
 
 class BlockPrefetcher:
     """Fetches modules before they run. After `add` for each and `seal`, which is collective, their parameters have
-    values only while the module runs. `is_skipped(block)` says whether a block will not compute in this evaluation."""
+    values only while the module runs. `is_skipped(block)` says whether a block will not compute in this evaluation.
+
+    Blocks are fetched in the order of adding, and from the second evaluation on as they ran in the one before: those of
+    two stacks may take turns."""
 
     def __init__(self, network: nn.Module, source: WeightSource, buffers: Buffers) -> None:
         self.is_skipped: Callable[[nn.Module], bool] = lambda block: False
@@ -93,6 +96,8 @@ class BlockPrefetcher:
         self.source = source
         self._buffers = buffers
         self._modules: list[FetchedModule] = []
+        self._order: list[FetchedModule] = []  # the fetched blocks
+        self._ran: dict[FetchedModule, None] = {}  # blocks of the latest evaluation, in the order in which they ran
         self._handles: list[RemovableHandle] = []
 
     @property
@@ -105,15 +110,14 @@ class BlockPrefetcher:
         return sum(entry.flat_block.nbytes for entry in self.offloaded) - self.source.device_bytes
 
     def add(self, module: nn.Module, *, block: bool = True, resident: bool = False) -> None:
-        """Stores the parameters of `module` and frees their memory. `block`: one of those that run in the order
-        of adding. `resident`: only other ranks fetch it, and here it stays as it is."""
+        """Stores the parameters of `module` and frees their memory. `block`: one of those that run in turn. `resident`:
+        only other ranks fetch it, and here it stays as it is."""
         flat_block = FlatBlock(module, self.source.ranks)
         like = torch.empty(0, dtype=torch.uint8, device=next(module.parameters()).device)
         self.source.store(flat_block, like)
         if not resident:
             flat_block.drop_storage()
-        blocks = sum(entry.buffer < BLOCK_BUFFERS for entry in self._modules)
-        buffer = NOT_FETCHED if resident else blocks % BLOCK_BUFFERS if block else LAYER_BUFFER
+        buffer = NOT_FETCHED if resident else 0 if block else LAYER_BUFFER
         self._modules.append(FetchedModule(module, flat_block, buffer, like, like))
 
     def seal(self) -> None:
@@ -122,18 +126,21 @@ class BlockPrefetcher:
             raise RuntimeError("the ranks laid out a model's weights in different ways")
         for entry, part in zip(self._modules, self.source.seal(), strict=True):
             entry.part = entry.original_part = part
+        self._run_in([entry for entry in self.offloaded if entry.buffer != LAYER_BUFFER])
+        if self.offloaded and self.source.staged:
+            self._handles.append(self._network.register_forward_pre_hook(self._begin))
+            for entry in self.offloaded:
+                hook = partial(self._before_block, entry)
+                self._handles.append(entry.module.register_forward_pre_hook(hook, prepend=True))
+
+    def _run_in(self, order: list[FetchedModule]) -> None:
+        """Gives the blocks, which run in this `order`, the buffers in turn."""
+        self._buffers.discard_fetched()
+        self._order, self._following = order, dict(pairwise(order))
+        for number, entry in enumerate(order):
+            entry.buffer = number % BLOCK_BUFFERS
         for entry in self.offloaded:
             self._bind(entry)
-        if self.offloaded and self.source.staged:
-            self._hook()
-
-    def _hook(self) -> None:
-        blocks = [entry for entry in self.offloaded if entry.buffer < BLOCK_BUFFERS]
-        following = dict(pairwise(blocks))
-        self._handles.append(self._network.register_forward_pre_hook(partial(self._begin, blocks[:1])))
-        for entry in self.offloaded:
-            hook = partial(self._before_block, entry, following.get(entry))
-            self._handles.append(entry.module.register_forward_pre_hook(hook, prepend=True))
 
     def find_fetched(self, module: nn.Module) -> FetchedModule | None:
         """Returns the fetched module that contains `module`, for `override_weight`."""
@@ -176,20 +183,26 @@ class BlockPrefetcher:
             module._parameters[name] = weight
 
     @torch.compiler.disable
-    def _begin(self, first: Sequence[FetchedModule], *_: Any) -> None:
+    def _begin(self, *_: Any) -> None:
+        ran, self._ran = list(self._ran), {}
+        if len(ran) == len(self._order) and ran != self._order:
+            self._run_in(ran)
         for buffer in {entry.buffer for entry in self.offloaded}:
             sizes = [entry.flat_block.padded_bytes for entry in self.offloaded if entry.buffer == buffer]
             self._buffers.view(buffer, max(sizes))
-        for entry in first:
+        for entry in self._order[:1]:
             self._buffers.fetch(entry, self.source)
 
     @torch.compiler.disable
-    def _before_block(self, entry: FetchedModule, following: FetchedModule | None, module: nn.Module, _: Any) -> None:
+    def _before_block(self, entry: FetchedModule, module: nn.Module, _: Any) -> None:
         if self.is_skipped(module):
             return
         self._buffers.fetch(entry, self.source)
         self._buffers.wait(entry.buffer)
-        if following is not None:
+        if entry.buffer == LAYER_BUFFER:
+            return
+        self._ran.setdefault(entry)
+        if (following := self._following.get(entry)) is not None:
             self._buffers.fetch(following, self.source)
 
 

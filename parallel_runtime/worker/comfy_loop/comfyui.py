@@ -42,7 +42,7 @@ def import_comfyui(setup: ComfySetup, device: torch.device) -> None:
     comfy.options.enable_args_parsing()
     import comfy.cli_args
 
-    # Each rank would time cuDNN's convolutions for itself; ranks that choose others get other bits from the same layers.
+    # Each rank would time cuDNN's convolutions for itself, and ranks that choose others get other bits.
     args = comfy.cli_args.args
     args.fast = {feature for feature in args.fast if feature.value != "autotune"}
     import comfy.model_management
