@@ -54,8 +54,13 @@ def test_in_the_stages_of_a_pipeline(server: Server, native_network: Callable[[s
     assert apart(got, native_network(name)) <= BARS["pipeline_2"]
 
 
+LOADED = (
+    "z_image_pixels", "z_image", "stable_audio", "ltx2", "wandancer", "wan_scail", "pid", "anima", "lens"
+)  # fmt: skip
+
+
 @pytest.mark.sweep(one_in=4)
-@pytest.mark.parametrize("name", ["z_image", "stable_audio", "ltx2", "wandancer", "wan_scail", "pid", "anima", "lens"])
+@pytest.mark.parametrize("name", LOADED)
 def test_on_the_loader_it_is_sampled_by_ksampler(
     server: Server, native_network: Callable[[str], Tensor], name: str
 ) -> None:
