@@ -16,45 +16,42 @@ TWO_MODEL_GUIDERS = {"comfy_extras.nodes_custom_sampler:Guider_DualModel": "unco
 MAX_CACHED_CONDS = 8  # a worker keeps the conditions of as many prompts; the host counts them the same way
 
 
+@dataclass(frozen=True, eq=False)
+class Described:
+    """What loading/object_codec.py has described: JSON in which tensors have names. It goes to a worker as it is."""
+
+    tree: Any
+    tensors: dict[str, Tensor]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SamplingJob:
     """One call of a ComfyUI guider's `sample`: what runs, on what, with which noise levels.
 
-    Code is named, never sent: `guider` is `module:name` inside ComfyUI, `sampler` a description made by
-    nodes/describe/comfy_objects.py. `conds` maps the guider's condition names to ComfyUI's condition dicts, described
-    likewise. Latents are full-size [B, C, (T,) H, W] float32, and so is `mask`, as ComfyUI's `prepare_mask` leaves it;
-    `sigmas` is 1-D. `random_states` are the host's generator states by device type: samplers may draw from them.
-    `attributes` are plain values that replace the network's. ComfyUI's code on the MODEL is described by one Describer,
-    in this order: `model_options`, then `wrappers` and `callbacks` as [kind, key, functions]. `weight_patches` are by
-    weight, None where the workers have them already. `latent_shapes` belong to latents (audio and video) that are
-    packed into one. `batch_coupled` means that something on the MODEL sees every prompt and image at once, so they are
-    not divided; `images_coupled`, that something sees every image of a prompt, so only prompts are divided.
-    An entry of a batch is one image for one prompt: `entries_per_call` of them go through the network at once; 0 for
-    all, also those of several prompts. `partner` has the fields of this class that differ for the MODEL of the negative
-    prompt, where the guider has one of its own.
+    Code is named, never sent. `guider` is the class's name; `described` has its `guider_attributes`, the `sampler`,
+    `conds` by the guider's names for them as ComfyUI's condition dicts, and `models`: what is on the guider's MODEL,
+    and on that of its negative prompt where it has another. Latents are full-size [B, C, (T,) H, W] float32, and so is
+    `mask`, as ComfyUI's `prepare_mask` leaves it; `sigmas` is 1-D. `random_states` are the host's generator states by
+    device type: samplers may draw from them. `weight_patches` are those of the same MODELs, each None where the workers
+    have them already. `latent_shapes` belong to latents (audio and video) that are packed into one. `batch_coupled`
+    means that something on the MODEL sees every prompt and image at once, so they are not divided; `images_coupled`,
+    that something sees every image of a prompt, so only prompts are divided. An entry of a batch is one image for one
+    prompt: `entries_per_call` of them go through the network at once; 0 for all, also those of several prompts.
     """
 
     guider: str
-    guider_attributes: dict[str, Any]
-    conds: dict[str, Any]
-    sampler: dict[str, Any]
+    described: Described
     noise: Tensor
     latent: Tensor
     mask: Tensor | None
     sigmas: Tensor
     seed: int | None
     random_states: dict[str, Tensor]
-    model_sampling: dict[str, Any]
-    attributes: dict[str, Any]
-    model_options: dict[str, Any]
-    wrappers: list[list[Any]]
-    callbacks: list[list[Any]]
-    weight_patches: dict[str, list[Any]] | None
+    weight_patches: list[Described | None]
     batch_coupled: bool
     latent_shapes: list[Any] | None = None
     entries_per_call: int = 0
     images_coupled: bool = False
-    partner: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -80,9 +77,9 @@ class EvaluationJob:
     """
 
     call_arguments: dict[str, Any]
-    options: dict[str, Any] | None
+    options: Described | None
     cond_arguments: dict[str, Any] | None
-    weight_patches: dict[str, list[Any]] | None
+    weight_patches: Described | None
     batch_coupled: bool
     method: str = "forward"
     cond_number: int = 0

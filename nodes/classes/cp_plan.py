@@ -22,11 +22,12 @@ from ...parallel_runtime.explain.remedy import changes, in_words, instead
 from ...parallel_runtime.group.history import Pace, RunSetup
 from ...parallel_runtime.group.machine_check import checked_plan
 from ...parallel_runtime.group.runtime import runtime
+from ...parallel_runtime.loading.code_names import Unsendable
 from ...parallel_runtime.planning.request_checks import LEAST_STEPS
 from ...parallel_runtime.planning.run_plan import RunPlan
 from ...parallel_runtime.request import ParallelRequest
-from ..describe.comfy_objects import Unsendable
 from ..describe.control_nets import Conds, controls_of, weight_bytes
+from ..describe.describer import describer
 from ..describe.model import DescribedModel, describe_model
 from ..describe.refused_event import announce_refusals
 from ..describe.sampling_job import check_conds, check_latent, describe_conds, text_tokens
@@ -244,7 +245,7 @@ def _with_controls(model: Any, described: DescribedModel, conds: Conds) -> tuple
     ComfyUI's process ("" where it does not)."""
     controls = controls_of(conds)
     try:
-        describe_conds(conds, model.model_options, None)
+        describe_conds(conds, model.model_options, describer())
     except Unsendable as reason:
         return described, "", say("loop.comfyui", reason=reason.sentence)
     size = f"{weight_bytes(controls) / 2**30:.2f}"

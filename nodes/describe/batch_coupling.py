@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from ...parallel_runtime.architectures import architecture_of
 from ...parallel_runtime.errors import Refused
-from .comfy_objects import PLAIN, is_comfyui, qualified_name
+from ...parallel_runtime.loading.code_names import is_comfyui, qualified_name
+from ...parallel_runtime.loading.object_codec import PLAIN
 from .model_patches import AROUND_NETWORK, native_network, wrappers_of
 
 STATELESS = (*PLAIN.__args__, Enum, type, types.ModuleType, Tensor, torch.dtype, nn.Module, ModelPatcher)

@@ -74,10 +74,10 @@ def called_functions(control: ControlBase) -> list[Any]:
 
 
 def describe_control_net(
-    control: ControlBase, latent: tuple[int, ...] | None, inner: Callable[[Any], Any]
+    control: ControlBase, latent: tuple[int, ...] | None, to: Callable[[Any], Any]
 ) -> dict[str, Any] | None:
     """Describes a ControlNet for a `latent` of this shape [B, C, (T,) H, W]; None leaves out a hint that a VAE has to
-    encode. `inner` describes the values within it. Returns None where the hint is encoded anew at each evaluation.
+    encode. `to` describes the values within it. Returns None where the hint is encoded anew at each evaluation.
     Raises LookupError where no file has its weights, Refused where the file has changed."""
     network, weights, hint = network_of(control), weights_of(control), None
     owner = next(iter(weights), control) if network is None else network  # copies of a Control-LoRA share its weights
@@ -90,16 +90,13 @@ def describe_control_net(
     if isinstance(control, ControlNet) and network is not None:
         dtypes = _dtype_name(control.control_model.dtype), _dtype_name(control.manual_cast_dtype)
     return {
-        "kind": "control_net",
-        **asdict(file),
-        "dtype": dtypes[0],
-        "computed": dtypes[1],
-        "settings": {name: inner(getattr(control, name)) for name in SETTINGS},
-        "image": None if hint is not None else control.cond_hint_original.movedim(1, -1),  # as it lies in memory
-        "masks": None if hint is not None else list(control.extra_concat_orig),
-        "hint": hint,
+        "file": {"kind": "control_net", **asdict(file), "dtype": dtypes[0], "computed": dtypes[1]},
+        "settings": to({name: getattr(control, name) for name in SETTINGS}),
+        "image": None if hint is not None else to(control.cond_hint_original.movedim(1, -1)),  # as it lies in memory
+        "masks": None if hint is not None else to(list(control.extra_concat_orig)),
+        "hint": to(hint),
         "compression": control.vae.spacial_compression_encode() if hint is not None else 0,
-        "previous": inner(control.previous_controlnet),
+        "previous": to(control.previous_controlnet),
     }
 
 

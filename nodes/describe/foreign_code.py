@@ -14,7 +14,7 @@ from comfy.model_patcher import ModelPatcher
 from torch import nn
 
 from ...parallel_runtime.errors import Refused
-from .comfy_objects import Unsendable, is_comfyui, qualified_name
+from ...parallel_runtime.loading.code_names import Unsendable, is_comfyui, qualified_name
 
 CUSTOM_NODES = f"{os.sep}custom_nodes{os.sep}"
 OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep

@@ -21,8 +21,9 @@ from comfy.model_patcher import ModelPatcher
 from torch import Tensor, nn
 
 from ...parallel_runtime.errors import Refused, quoted
+from ...parallel_runtime.loading.code_names import is_comfyui, qualified_name
 from ...parallel_runtime.loading.mapped import Mapped
-from .comfy_objects import PLAIN, is_comfyui, qualified_name
+from ...parallel_runtime.loading.object_codec import PLAIN
 from .model_patches import native_model
 
 NETWORK, LATENT_FORMAT = "diffusion_model", "latent_format"

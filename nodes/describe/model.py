@@ -33,7 +33,9 @@ from ...parallel_runtime.architectures.stage_units import units_of, why_not_in_p
 from ...parallel_runtime.errors import Refused
 from ...parallel_runtime.group.payload_cache import check_size
 from ...parallel_runtime.group.runtime import runtime
+from ...parallel_runtime.jobs import Described
 from ...parallel_runtime.loading import gguf
+from ...parallel_runtime.loading.code_names import Unsendable, qualified_name, reference
 from ...parallel_runtime.loading.fingerprint import stat_file
 from ...parallel_runtime.loading.mapped import Mapped, has_dynamic_vram, load_mapped
 from ...parallel_runtime.planning.network_stats import NetworkStats, Work
@@ -42,8 +44,8 @@ from ...parallel_runtime.planning.request_checks import check_run_in_patches
 from ...parallel_runtime.request import ParallelRequest
 from ...parallel_runtime.specs import ModelSpec, SourceFile
 from .batch_coupling import is_batch_coupled, network_couples_images
-from .comfy_objects import Describer, Unsendable, qualified_name, reference
 from .control_nets import Conds, controls_of, count_residuals, gligens_of, weight_bytes
+from .describer import describer
 from .foreign_code import check_layers, check_merging, check_model, check_network
 from .in_place import changed_attributes
 from .local_devices import plan_inputs
@@ -58,7 +60,7 @@ class DescribedModel:
     `spec` and `weight_patches` are sent."""
 
     spec: ModelSpec
-    weight_patches: dict[str, list[Any]]
+    weight_patches: Described
     network: nn.Module
     architecture: Architecture | None
     stats: NetworkStats
@@ -281,18 +283,18 @@ def _files(model: ModelPatcher, arguments: tuple[Any, ...]) -> tuple[SourceFile,
     return files
 
 
-def describe_weight_patches(model: ModelPatcher) -> dict[str, list[Any]]:
+def describe_weight_patches(model: ModelPatcher) -> Described:
     """Describes MODEL's weight patches (LoRA, merged models) by weight. Raises Refused for foreign ones."""
-    described = {}
+    described, patches_describer = {}, describer()
     try:
         if model.patches:
             check_merging()
         for key, patches in model.patches.items():
-            described[key] = [Describer().describe(patch, f"the LoRA or merge on {key}") for patch in patches]
+            described[key] = patches_describer.describe(list(patches), f"the LoRA or merge on {key}")
     except Unsendable as unsendable:
         raise Refused("model.weights", reason=unsendable.sentence) from None
-    check_size(described)
-    return described
+    check_size(list(patches_describer.tensors.values()))
+    return patches_describer.described(described)
 
 
 def network_stats_of(

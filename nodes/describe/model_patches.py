@@ -21,9 +21,13 @@ from torch import Tensor, nn
 
 from ...parallel_runtime.architectures import architecture_of
 from ...parallel_runtime.errors import Refused, quoted
+from ...parallel_runtime.jobs import Described
+from ...parallel_runtime.loading.code_names import Unsendable, qualified_name
+from ...parallel_runtime.loading.kinds import Encoded
+from ...parallel_runtime.loading.object_codec import PLAIN, Describer
 from ...parallel_runtime.request import CompileChoice
 from ...parallel_runtime.specs import Compilation
-from .comfy_objects import PLAIN, Describer, Description, Unsendable, qualified_name
+from .describer import describer
 
 # ComfyUI's sampling code makes these model options anew in the worker.
 SET_BY_RUN = {"registered_hooks", "to_load_options", "multigpu_clones", "multigpu_thread_pool", TORCH_COMPILE_KWARGS}
@@ -49,7 +53,7 @@ def latent_size(network: nn.Module, latent: Sequence[int]) -> LatentSize:
     return *sides[:-2], *(-(-side // patch) * patch for side in sides[-2:])
 
 
-def describe_options(options: dict[str, Any], size: LatentSize, describer: Describer) -> dict[str, Any]:
+def describe_options(options: dict[str, Any], size: LatentSize, describer: Describer) -> Any:
     """Describes a guider's model_options for a latent of this size. Raises Unsendable for foreign code among them."""
     inside = _pre_encode(options.get("transformer_options", {}), size)
     inside = {key: value for key, value in inside.items() if key not in AROUND_NETWORK}
@@ -58,7 +62,7 @@ def describe_options(options: dict[str, Any], size: LatentSize, describer: Descr
 
 
 def describe_functions(functions: dict[str, dict[Any, list[Any]]], what: str, describer: Describer) -> list[list[Any]]:
-    """Returns [kind, key, functions] of each group of wrappers or callbacks, in their order. Raises Unsendable.
+    """Describes each group of wrappers or callbacks, in their order: [kind, key, functions]. Raises Unsendable.
 
     Groups before our own wrapper are left out: ComfyUI calls them first, in its own process.
     """
@@ -87,22 +91,22 @@ def wrappers_of(model: ModelPatcher, options: dict[str, Any], kind: str) -> list
     return [*get_all_wrappers(kind, options, is_model_options=True), *model.get_all_wrappers(kind)]
 
 
-def describe_transformer_options(options: dict[str, Any], size: LatentSize | None) -> dict[str, Any]:
+def describe_transformer_options(options: dict[str, Any], size: LatentSize | None) -> Described:
     """Describes the transformer_options that a network's blocks read, for a latent of this size.
 
     Raises Refused for foreign code in the blocks. Other foreign objects are left out: only foreign code reads them.
     """
-    described, describer = {}, Describer()
+    described, options_describer = {}, describer()
     for key, value in _pre_encode(options, size).items():
         if key in AROUND_NETWORK or _empty(value):
             continue
         try:
-            described[key] = describer.describe(value, f"the transformer option {key}")
+            described[key] = options_describer.describe(value, f"the transformer option {key}")
         except Unsendable as unsendable:
             if key in IN_BLOCKS:
                 what = _with_function_names(key, value)
                 raise Refused("model.blocks", what=what, reason=unsendable.sentence) from None
-    return {"kind": "dict", "items": [[key, value] for key, value in described.items()]}
+    return options_describer.described(described)
 
 
 def compilation(model: ModelPatcher, chosen: CompileChoice) -> Compilation | None:
@@ -178,7 +182,7 @@ def _without_vae(patch: Any, size: LatentSize | None) -> Any:
     made = copy.copy(patch)
     if hasattr(made, VIDEO_ATTRIBUTE):
         setattr(made, VIDEO_ATTRIBUTE, getattr(made, VIDEO_ATTRIBUTE)[:1])
-    made.vae = Description({"kind": "encoded", "compression": patch.vae.spacial_compression_encode()})
+    made.vae = Encoded(patch.vae.spacial_compression_encode())
     return made
 
 

@@ -9,20 +9,21 @@ from typing import Any
 
 import comfy.model_management
 import comfy.samplers
-import torch
 from comfy.hooks import EnumHookType
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...parallel_runtime.architectures.split_plan import SplitLike
-from ...parallel_runtime.errors import Refused, quoted
+from ...parallel_runtime.errors import Refused
 from ...parallel_runtime.group.payload_cache import check_size
 from ...parallel_runtime.jobs import TWO_MODEL_GUIDERS, SamplingJob
+from ...parallel_runtime.loading.code_names import Unsendable, qualified_name, reference
+from ...parallel_runtime.loading.object_codec import PLAIN, Describer
 from ...parallel_runtime.loading.random_states import random_states
 from .batch_coupling import couples_by_masks, is_batch_coupled
-from .comfy_objects import LOCAL, PLAIN, Describer, Unsendable, qualified_name, reference
 from .control_nets import Conds, gligens_of, needs_full_latent
+from .describer import describer
 from .foreign_code import check_loop
 from .model import DescribedModel
 from .model_patches import (
@@ -73,26 +74,31 @@ def describe_job(guider: comfy.samplers.CFGGuider, described: DescribedModel, ca
     kind, attributes = check_guider(guider)
     model, options = guider.model_patcher, guider.model_options
     check_loop()
-    network, mask = described.network, call.denoise_mask
-    size, on_partner = latent_size(network, call.first_shape), None
+    network, mask, all_parts = described.network, call.denoise_mask, describer(call.first_shape)
+    size = latent_size(network, call.first_shape)
+    models, weight_patches = [_describe_on_model(model, options, size, all_parts)], [described.weight_patches]
     if (partner := partner_of(guider)) is not None and described.partner is not None:
-        on_partner = _describe_on_model(partner, partner.model_options, described.partner, size) | {"mask": None}
+        models.append(_describe_on_model(partner, partner.model_options, size, all_parts))
+        weight_patches.append(described.partner.weight_patches)
+    sent = {
+        "models": models,
+        "conds": describe_conds(guider.conds, options, all_parts),
+        "guider_attributes": all_parts.describe(attributes, "the GUIDER"),
+        "sampler": all_parts.describe(call.sampler, "the SAMPLER"),
+    }
     return SamplingJob(
         guider=kind,
-        guider_attributes=attributes,
-        sampler=Describer().describe(call.sampler, "the SAMPLER"),
+        described=all_parts.described(sent),
         noise=call.noise,
         latent=call.latent_image,
         mask=mask,
         sigmas=call.sigmas,
         seed=call.seed,
         random_states=random_states(model.load_device),
-        **_describe_on_model(model, options, described, size),
-        partner=on_partner,
+        weight_patches=weight_patches,
         batch_coupled=described.batch_coupled or is_batch_coupled(model, options) or couples_by_masks(network, mask),
         images_coupled=described.stats.images_coupled or bool(gligens_of(guider.conds)),
         latent_shapes=[list(shape) for shape in call.latent_shapes or ()] if several else None,
-        conds=describe_conds(guider.conds, options, call.first_shape),
     )
 
 
@@ -139,9 +145,10 @@ def unsendable_partner(guider: comfy.samplers.CFGGuider) -> Unsendable:
 
 
 def _describe_on_model(
-    model: ModelPatcher, options: dict[str, Any], described: DescribedModel, size: LatentSize
-) -> dict[str, Any]:
-    """Describes what is on a MODEL, with these model options: fields of a SamplingJob. Raises Unsendable."""
+    model: ModelPatcher, options: dict[str, Any], size: LatentSize, describer: Describer
+) -> list[Any]:
+    """Describes what is on a MODEL, with these model options: its object patches, the model options, its wrappers and
+    callbacks. Raises Unsendable."""
     if "registered_hooks" in options and options["registered_hooks"].get_type(EnumHookType.TransformerOptions):
         raise Unsendable("unsendable.hook")
     for name in model.object_patches.keys() - SENDABLE_OBJECT_PATCHES - replaced_attributes(model).keys():
@@ -149,20 +156,17 @@ def _describe_on_model(
     for name, models in model.additional_models.items():
         if models:
             raise Unsendable("unsendable.models", name=name)
-    describer = Describer()
-    return {
-        "weight_patches": described.weight_patches,
-        "model_sampling": _describe_model_sampling(model.get_model_object("model_sampling")),
-        "attributes": replaced_attributes(model),
-        "model_options": describe_options(options, size, describer),
-        "wrappers": describe_functions(options["transformer_options"].get("wrappers", {}), "wrapper", describer),
-        "callbacks": describe_functions(model.callbacks, "callback", describer),
-    }
+    objects = {"model_sampling": model.get_model_object("model_sampling"), **replaced_attributes(model)}
+    return [
+        describer.describe(objects, "the model sampling"),
+        describe_options(options, size, describer),
+        describe_functions(options["transformer_options"].get("wrappers", {}), "wrapper", describer),
+        describe_functions(model.callbacks, "callback", describer),
+    ]
 
 
-def describe_conds(conds: Conds, options: dict[str, Any], latent: tuple[int, ...] | None) -> Any:
-    """Describes converted conditions, without the `uuid` that ComfyUI makes anew, for a `latent` of this shape; None:
-    hints that a VAE has to encode are left out. Raises Unsendable."""
+def describe_conds(conds: Conds, options: dict[str, Any], describer: Describer) -> Any:
+    """Describes converted conditions, without the `uuid` that ComfyUI makes anew. Raises Unsendable."""
     what = "the CONDITIONING"
     if needs_full_latent(conds, options):
         raise Unsendable("unsendable.control.part", what=what)
@@ -170,29 +174,9 @@ def describe_conds(conds: Conds, options: dict[str, Any], latent: tuple[int, ...
         name: [{key: value for key, value in cond.items() if key != "uuid"} for cond in prompt]
         for name, prompt in conds.items()
     }
-    described = Describer(latent).describe(sendable, what)
-    check_size(described)
+    described = describer.describe(sendable, what)
+    check_size(list(describer.tensors.values()))
     return described
-
-
-def _describe_model_sampling(sampling: torch.nn.Module) -> dict[str, Any]:
-    kind = type(sampling)  # ComfyUI makes most of these classes in a function, from bases that have a name
-    bases = kind.__bases__ if LOCAL in kind.__qualname__ else (kind,)
-    if kind not in bases and any(map(callable, vars(kind).values())):
-        raise Unsendable("unsendable.sampling", kind=qualified_name(kind))
-    attributes = {name: value for name, value in vars(sampling).items() if name not in vars(nn.Module())}
-    for name, value in attributes.items():
-        if not isinstance(value, Tensor) and not _is_plain(value):
-            raise Unsendable("unsendable.value", name=name, value=quoted(value))
-    return {
-        "bases": [reference(base, "the model sampling") for base in bases],
-        "attributes": attributes,
-        "buffers": dict(sampling.named_buffers()),
-    }
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, PLAIN) or (isinstance(value, list | tuple) and all(map(_is_plain, value)))
 
 
 def check_conds(described: DescribedModel, conds: Conds) -> None:

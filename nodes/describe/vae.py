@@ -12,10 +12,10 @@ from ...parallel_runtime.architectures.autoencoders import COMPARED, kind_of
 from ...parallel_runtime.errors import Refused, say
 from ...parallel_runtime.explain.plan_report import share_cores
 from ...parallel_runtime.explain.vae_decode import Decode, decode_line
+from ...parallel_runtime.loading.code_names import reference
 from ...parallel_runtime.loading.fingerprint import model_fingerprint
 from ...parallel_runtime.planning.device_profile import DeviceProfile
 from ...parallel_runtime.specs import ModelSpec, Placement
-from .comfy_objects import reference
 
 ARGUMENT_BYTES = 64 << 10  # a message may be twice as long
 

@@ -25,9 +25,9 @@ from torch import Tensor
 from ...parallel_runtime.errors import Refused
 from ...parallel_runtime.group.machine_check import checked_plan
 from ...parallel_runtime.jobs import TWO_MODEL_GUIDERS, SamplingJob
+from ...parallel_runtime.loading.code_names import Unsendable, qualified_name, reference
 from ...parallel_runtime.loading.random_states import set_random_states
 from ...parallel_runtime.request import ParallelRequest
-from ..describe.comfy_objects import Unsendable, qualified_name, reference
 from ..describe.control_nets import controls_of
 from ..describe.model import DescribedModel, describe_model, unwrap_sampler, uses_network
 from ..describe.model_patches import WRAPPER_KEY

@@ -63,9 +63,8 @@ class PayloadCache:
 
     def _without_sent(self, job: Job) -> Job:
         match job:
-            case SamplingJob(partner=partner):
-                partner = None if partner is None else {**partner, "weight_patches": None}
-                return replace(job, weight_patches=None, partner=partner)
+            case SamplingJob():
+                return replace(job, weight_patches=[None for _ in job.weight_patches])
             case EvaluationJob():
                 return replace(job, weight_patches=None)
             case VAEJob():

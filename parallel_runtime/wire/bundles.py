@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import ProtocolError, Refused
+from ..jobs import Described
 
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -41,7 +42,7 @@ def bundled(value: Any) -> Iterator[int]:
 
 
 def write_bundle(value: Any) -> int:
-    """Copies `value` (dicts, lists, tuples, plain values and tensors on any device) once, into a new memory file.
+    """Copies `value` (dicts, lists, tuples, plain values, tensors of any device, Described) into a new memory file.
 
     Returns its file descriptor, which the caller closes. Raises Refused, naming the place, for any other object and
     for more than LIMIT bytes; OSError (ENOSPC) where the memory is not there.
@@ -130,12 +131,20 @@ def _copy(tensor: Tensor, memory: mmap.mmap, offset: int) -> None:
     bytes_.copy_(flat.as_strided(flat.shape, (1,)).view(torch.uint8))  # the stride of a single number may be any
 
 
+def check_tensor(value: Tensor, where: str) -> None:
+    """Raises Refused for a tensor that no bundle can have."""
+    if value.dtype not in DTYPES or value.layout is not torch.strided or value.is_nested:
+        raise Refused("payload.tensor", where=where, dtype=str(value.dtype), layout=str(value.layout))
+
+
 def _fold(value: Any, where: str, tensors: dict[str, Tensor], seen: dict[int, str]) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    if isinstance(value, Described):
+        tensors |= value.tensors
+        return {"described": [value.tree, list(value.tensors)]}
     if isinstance(value, Tensor):
-        if value.dtype not in DTYPES or value.layout is not torch.strided or value.is_nested:
-            raise Refused("payload.tensor", where=where, dtype=str(value.dtype), layout=str(value.layout))
+        check_tensor(value, where)
         name = seen.setdefault(id(value), str(len(seen)))
         tensors[name] = value
         return {"tensor": name}
@@ -157,6 +166,9 @@ def _unfold(tree: Any, tensors: dict[str, Tensor]) -> Any:
     match kind:
         case "tensor":
             return tensors[content]
+        case "described":
+            described, names = content
+            return Described(described, {name: tensors[name] for name in names})
         case "list":
             return [_unfold(item, tensors) for item in content]
         case "tuple":

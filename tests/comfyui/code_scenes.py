@@ -27,20 +27,20 @@ from comfy_extras.nodes_hypernetwork import load_hypernetwork_patch  # isort: sk
 from comfy_extras.nodes_tomesd import TomePatchModel  # isort: skip
 
 code, evaluation, workers = (
-    node_module(name) for name in ("describe.comfy_objects", "remote.remote_model", "describe.local_devices")
+    node_module(name) for name in ("describe.describer", "remote.remote_model", "describe.local_devices")
 )
 specs, errors = pack_module("parallel_runtime.specs"), pack_module("parallel_runtime.errors")
 architecture_of = pack_module("parallel_runtime.architectures").architecture_of
 network_stats = pack_module("parallel_runtime.planning.network_stats")
-worker_code = pack_module("parallel_runtime.worker.comfy_loop.rebuild")
+codec, names = pack_module("parallel_runtime.loading.object_codec"), pack_module("parallel_runtime.loading.code_names")
 
 
 def made_again(rank: int, world: int, **changed: str) -> str:
     """A function of ComfyUI's that another one makes, after the words for it were `changed`; or the refusal."""
     function = comfy.samplers.ksampler("dpm_fast").sampler_function
-    described = code.Describer().describe(function, "the sampler") | changed
+    described = codec.Describer().describe(function, "the sampler") | changed
     try:
-        made = worker_code.rebuild(described)
+        made = codec.Rebuilder({})(described)
     except errors.Refused as refused:
         return str(refused)
     assert made.__code__ is function.__code__
@@ -59,8 +59,8 @@ def tokens_merged_after_a_run(rank: int, world: int) -> bool:
         assert query.shape[1] < 16
         return patches["attn1_output_patch"][0](query, {})
 
-    patched, describer, rebuilder = merged(patches), code.Describer(), worker_code.Rebuilder()
-    again = {kind: rebuilder.rebuild(describer.describe(patches[kind], kind)) for kind in kinds}
+    patched, describer = merged(patches), codec.Describer()
+    again = codec.rebuild(describer.described({kind: describer.describe(patches[kind], kind) for kind in kinds}))
     return torch.equal(merged(again), patched)
 
 
@@ -70,7 +70,9 @@ def what_clip_vision_saw(rank: int, world: int) -> list[Any]:
     picture = {"image_size": 28, "patch_size": 14, "num_channels": 3, "projection_dim": 8}
     config = {"model_type": "clip_vision_model", "hidden_act": "gelu", "layer_norm_eps": 1e-5, **layers, **picture}
     seen = comfy.clip_vision.ClipVisionModel(config).encode_image(torch.zeros(2, 30, 40, 3))
-    return worker_code.rebuild(code.Describer().describe(seen, "the CONDITIONING")).image_sizes
+    describer = codec.Describer()
+    described = describer.described({"seen": describer.describe(seen, "the CONDITIONING")})
+    return codec.rebuild(described)["seen"].image_sizes
 
 
 def made_inside_of_a_function(rank: int, world: int) -> str:
@@ -89,7 +91,7 @@ def hypernetwork_of_no_file(rank: int, world: int) -> str:
 
 def _refusal_of(value: Any, what: str) -> str:
     try:
-        code.Describer().describe(value, what)
+        code.describer().describe(value, what)
     except errors.Refused as refused:
         return str(refused)
     return ""
@@ -122,7 +124,8 @@ def merged_by_workers(rank: int, world: int, layout: str) -> bool:
     if layout:
         weight = comfy.quant_ops.QuantizedTensor.from_float(weight, layout, scale="recalculate")
     patch = (0.7, [(weight, layer.convert_weight)], 0.3, None, None)
-    again = worker_code.rebuild(code.Describer().describe(patch, "the merge"))
+    describer = codec.Describer()
+    again = codec.rebuild(describer.described({"merge": describer.describe(patch, "the merge")}))["merge"]
     merged, by_workers = (comfy.lora.calculate_weight([each], own.float(), "weight") for each in (patch, again))
     return torch.equal(by_workers, merged) and not torch.equal(merged, own.float())
 

@@ -14,7 +14,7 @@ from .pack import node_module, pack_module
 import comfy.controlnet  # isort: skip  # the pack's module has made ComfyUI importable
 import folder_paths  # isort: skip
 
-objects, errors = node_module("describe.comfy_objects"), pack_module("parallel_runtime.errors")
+describe, errors = node_module("describe.describer"), pack_module("parallel_runtime.errors")
 files = node_module("describe.model_files")
 control_division = pack_module("parallel_runtime.worker.comfy_loop.control_division")
 mesh = pack_module("parallel_runtime.engine.comm.mesh")
@@ -61,8 +61,8 @@ def searches_for_a_control_lora(rank: int, world: int, folder: str) -> int:
     try:
         for _ in range(2):
             used = loaded.copy().set_cond_hint(torch.rand(1, 3, 8, 8))
-            described = objects.Describer((1, 4, 1, 1)).describe(used, "the ControlNet")
-            assert described["path"].endswith("control_lora.safetensors")
+            described = describe.describer((1, 4, 1, 1)).describe(used, "the ControlNet")
+            assert described["file"]["path"].endswith("control_lora.safetensors")
     finally:
         files.find_file = find_file
     return len(searched)
@@ -81,7 +81,7 @@ def refusal_of_one(rank: int, world: int, what: str) -> str:
     if what == "patched":
         control.control_model_wrapped.add_patches({"weight": (torch.ones(3, 3),)})
     try:
-        objects.Describer((1, 4, 1, 1)).describe({"control": control}, "the CONDITIONING")
+        describe.describer((1, 4, 1, 1)).describe({"control": control}, "the CONDITIONING")
     except errors.Refused as refused:
         return str(refused)
     return ""

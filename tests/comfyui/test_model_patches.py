@@ -145,8 +145,8 @@ def test_a_worker_makes_nothing_that_is_not_comfyuis(comfy: ComfyInstall, name: 
     code = (
         f"import sys; sys.path += ['.', {str(comfy.root)!r}]; sys.argv = ['main.py', '--cpu']\n"
         "import comfy.options; comfy.options.enable_args_parsing()\n"
-        "from parallel_runtime.worker.comfy_loop.rebuild import rebuild\n"
-        f"rebuild({{'kind': 'name', 'name': {name!r}}})"
+        "from parallel_runtime.loading.object_codec import Rebuilder\n"
+        f"Rebuilder({{}})({{'kind': 'name', 'name': {name!r}}})"
     )
     done = subprocess.run([comfy.python, "-c", code], cwd=OUR_ROOT, capture_output=True, text=True)
     assert f"Refused: {name} is not part of ComfyUI" in done.stderr

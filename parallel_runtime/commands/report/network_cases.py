@@ -19,7 +19,6 @@ from ...engine.split.parallelize import parallelize, unparallelize
 from ...engine.weights.prefetch import BlockPrefetcher, Buffers, rank_placement
 from ...engine.weights.sources import WeightSource
 from ...specs import Parallelism, WeightPlacement, WeightsMode
-from ...worker.comfy_loop.comfyui import named
 from ..networks import randomized
 from .attention_cases import parallelisms
 from .measuring import Case, Clock, Measurement, Setting, mean_error, unbroken
@@ -42,6 +41,8 @@ class Subject:
     def build(self, weights: torch.dtype, device: torch.device) -> nn.Module:
         """Builds the network as ComfyUI does, with layers that cast their weights as they compute."""
         import comfy.ops
+
+        from ...loading.code_names import named  # which imports ComfyUI
 
         kind = named(f"comfy.ldm.{self.path}")
         torch.manual_seed(0)

@@ -25,12 +25,12 @@ from torch import Tensor
 
 from ...engine.comm.votes import refuse_on_all_ranks
 from ...errors import Refused
+from ...loading.code_names import named
 from ...loading.mapped import Mapped, load_mapped
+from ...loading.object_codec import LoadAdditional
 from ...specs import SourceFile
 from ..process.broadcast import check_files
-from .comfyui import named
 from .patcher import UNLIMITED_BYTES, unload
-from .rebuild import LoadAdditional
 
 FOLDER = "model_patches"
 LOADER = "comfy_extras.nodes_model_patch:ModelPatchLoader"

@@ -26,13 +26,13 @@ from ...engine.rows.row_share import Share
 from ...engine.split.streams import chunk_sizes
 from ...errors import Refused
 from ...jobs import Job, VAEJob
+from ...loading.code_names import named
 from ...loading.fingerprint import model_fingerprint
 from ...loading.mapped import Mapped, load_mapped
 from ...loading.random_states import random_states, set_random_states
 from ...specs import ModelSpec, Parallelism
 from ..models import Model
 from ..process.progress import Progress
-from .comfyui import named
 
 NO_LIMIT_GIB = 1e9
 VOTE_EVERY = 32  # divided functions between two votes; a cancel waits for as many

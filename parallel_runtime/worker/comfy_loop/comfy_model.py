@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from operator import itemgetter
 from typing import Any
@@ -24,18 +24,17 @@ from ...engine.comm.votes import all_gather_int, any_rank
 from ...engine.graphs.graph_runner import Unrecordable
 from ...engine.weights.prefetch import RankPlacement
 from ...errors import Refused
-from ...jobs import Job, SamplingJob
+from ...jobs import Described, Job
 from ...loading import gguf
+from ...loading.code_names import named
 from ...loading.mapped import load_mapped
+from ...loading.object_codec import rebuild
 from ...specs import Compilation, ModelSpec, Parallelism
 from ..models import Model
 from ..step_cache import StepCache
 from .additional_models import AdditionalModels
-from .comfyui import named
 from .patcher import UNLIMITED_BYTES, DynamicVram, OffloadSet, RankPatcher, WeightState, unload
-from .rebuild import rebuild
 
-WeightPatches = Mapping[str, list[Any]]
 PRECISIONS = (torch.float32, torch.float16, torch.bfloat16)  # those that older cards support come first
 OPTIONS = "transformer_options"
 OVERRIDE = "optimized_attention_override"
@@ -149,35 +148,35 @@ class ComfyModel(Model):
             return "two MODELs take turns"
         return super().unrecordable_reason()
 
-    def clone(self, patches: WeightPatches | None, on_progress: Callable[[float], None]) -> RankPatcher:
+    def clone(self, patches: Described | None, on_progress: Callable[[float], None]) -> RankPatcher:
         """Returns a MODEL with `patches`, whose fingerprint is `spec.patches_fingerprint`, described by
         `describe_weight_patches` of nodes/describe/model.py. None stands for the last job's; raises Refused if that had
         others."""
         if self.weight_patches[0] != self.spec.patches_fingerprint:
             if patches is None:
                 raise Refused("weights.unsent")
-            rebuilt = {key: rebuild(value) for key, value in patches.items()}
-            self.weight_patches = (self.spec.patches_fingerprint, rebuilt)
+            self.weight_patches = (self.spec.patches_fingerprint, rebuild(patches))
             self.clear_kv_cache()
         made: RankPatcher = self.patcher.clone()
         made.on_progress = on_progress
         remote_blocks = self.stages.remote_blocks if self.stages else ()
         remote = tuple(f"diffusion_model.{block.path}." for block in remote_blocks)
-        patches = self.weight_patches[1]
-        made.patches = {key: list(value) for key, value in patches.items() if not key.startswith(remote)}
+        each = self.weight_patches[1].items()
+        made.patches = {key: list(value) for key, value in each if not key.startswith(remote)}
         name = self.spec.compute_dtype
         if dtype := getattr(torch, name) if name else self.common_compute_dtype:
             made.set_model_compute_dtype(dtype)
         made.patches_uuid = uuid.uuid5(uuid.NAMESPACE_OID, f"{self.spec.patches_fingerprint} {self.spec.compute_dtype}")
         return made
 
-    def with_partner(self, job: SamplingJob) -> list[tuple[ComfyModel, SamplingJob]]:
-        """Returns this model with its job; and the model of the negative prompt with the job as it is for that, where
-        the guider has two."""
-        if self.partner is None or job.partner is None or self.spec.partner is None:
-            return [(self, job)]
-        self.partner.spec = self.spec.partner
-        return [(self, job), (self.partner, replace(job, **job.partner, partner=None))]
+    def with_partner(self, weight_patches: Sequence[Described | None]) -> list[tuple[ComfyModel, Described | None]]:
+        """Returns this model with its weight patches; and the model of the negative prompt with its own, where the
+        guider has two."""
+        models = [self]
+        if self.partner is not None and self.spec.partner is not None and len(weight_patches) > 1:
+            self.partner.spec = self.spec.partner
+            models.append(self.partner)
+        return list(zip(models, weight_patches, strict=True))
 
     @property
     def additional_weights(self) -> list[Tensor]:

@@ -1,15 +1,10 @@
-"""Imports the host's ComfyUI as `comfy`, with the host's flags, on this rank's device; finds its code by name."""
+"""Imports the host's ComfyUI as `comfy`, with the host's flags, on this rank's device."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import os
 import sys
-from functools import reduce
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -21,8 +16,6 @@ from ...specs import ComfySetup
 VRAM_FLAGS = {"--cpu", "--gpu-only", "--highvram", "--normalvram", "--lowvram", "--novram"}
 OFF = ("--disable-dynamic-vram", "--disable-comfy-compiler")
 ON = {"--enable-dynamic-vram", "--enable-comfy-compiler", "--cuda-malloc"}
-PACKAGES = ("comfy", "comfy_extras")
-EXTRA_NODES = "comfy_extras.nodes_"
 
 
 def import_comfyui(setup: ComfySetup, device: torch.device) -> None:
@@ -75,30 +68,3 @@ def _check_off() -> None:
     for what, on, flag in (("dynamic VRAM", has_dynamic_vram(), OFF[0]), ("its model compiler", compiler, OFF[1])):
         if on:
             raise Refused("comfyui.flag", version=comfyui_version.__version__, what=what, flag=flag)
-
-
-def named(reference: str) -> Any:
-    """Returns ComfyUI's class or function `module:name` or `module:Class.name`. Raises Refused for any other code."""
-    module, _, name = reference.partition(":")
-    if module.split(".")[0] in PACKAGES:
-        value = reduce(getattr, name.split("."), module_named(module))
-        defined_in = getattr(value, "__module__", None) or ""
-        if defined_in.split(".")[0] in PACKAGES or defined_in == module_named(module).__name__:
-            return value
-    raise Refused("worker.reference", name=reference)
-
-
-def module_named(name: str) -> ModuleType:
-    """Imports a module of ComfyUI; extra nodes by file, as the host does, since some have circular imports."""
-    if not name.startswith(EXTRA_NODES):
-        return importlib.import_module(name)
-    import comfy.options
-
-    path = str(Path(comfy.options.__file__).resolve().parents[1].joinpath(*name.split(".")))
-    if path not in sys.modules:
-        spec = importlib.util.spec_from_file_location(path, f"{path}.py")
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[path] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[path])
-    return sys.modules[path]

@@ -12,10 +12,10 @@ from torch.utils._pytree import tree_map_only
 
 from ...errors import Refused, quoted
 from ...jobs import MAX_CACHED_CONDS, EvaluationJob
+from ...loading.object_codec import rebuild
 from ..kernel_advice import kernel_advice
 from ..process.progress import Progress
 from .comfy_model import ComfyModel
-from .rebuild import rebuild
 
 FORWARDS = ("forward", "_forward")  # ComfyUI's process may have done what `forward` does beside `_forward`
 METHODS = (*FORWARDS, "preprocess_text_embeds")  # methods of a network that code outside of a worker calls

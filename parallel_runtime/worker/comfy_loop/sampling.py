@@ -26,22 +26,21 @@ from ...engine.comm.mesh import MeshDim
 from ...engine.comm.votes import refuse_on_all_ranks
 from ...engine.pipeline.pipefusion import PipeFusion
 from ...errors import Refused
-from ...jobs import TWO_MODEL_GUIDERS, SamplingJob
+from ...jobs import TWO_MODEL_GUIDERS, Described, SamplingJob
+from ...loading.code_names import named
+from ...loading.object_codec import rebuild
 from ...loading.random_states import random_states, set_random_states
 from ..batch_groups import all_gather, entry_by_entry, local_items
 from ..kernel_advice import kernel_advice
 from ..process.progress import Progress
 from ..step_cache import StepCache
 from .comfy_model import ComfyModel
-from .comfyui import named
 from .control_division import divided, of_conds, own_entries
 from .patcher import RankPatcher
-from .rebuild import LoadAdditional, Rebuilder, rebuild
 
 KEY = "context_parallel"
 SIGMA_TOLERANCE = 1e-3  # as a share of a step: samplers may compute the same noise level differently
 
-Conds = dict[str, list[dict[str, Any]]]
 BranchConds = list[list[dict[str, Any]] | None]  # the conditions of each branch; None: it is not evaluated
 OnStep = Callable[[int, Tensor, Tensor, int], None]
 
@@ -57,9 +56,10 @@ def run(model: ComfyModel, job: SamplingJob, progress: Progress) -> dict[str, An
         progress.step(step, total, x0, x)
 
     with model.additional.of_job(model) as load_additional:
-        patchers = [_patcher(*pair, progress, load_additional) for pair in model.with_partner(job)]
-        conds = rebuild(job.conds, load_additional)
-    patcher = patchers[0]
+        made = rebuild(job.described, load_additional)
+    models = zip(model.with_partner(job.weight_patches), made["models"], strict=True)
+    patchers = [_patcher(*pair, on_model, job, progress) for pair, on_model in models]
+    patcher, conds = patchers[0], made["conds"]
     controls = of_conds(conds)
     patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, Branches(model, job, progress))
     together = job.batch_coupled or job.images_coupled
@@ -75,43 +75,31 @@ def run(model: ComfyModel, job: SamplingJob, progress: Progress) -> dict[str, An
     in_patches = with_pipefusion(pipefusion, patcher, job.sigmas, warmup_steps) if pipefusion else nullcontext()
     set_random_states(job.random_states, model.device)
     with with_step_cache(model, patcher) as cache, in_patches, patcher.state_dict_of_file():
-        samples = _sample(job, patchers, conds, on_step)
+        samples = _sample(job, _guider(job, patchers, made), made["sampler"], on_step)
     skipped = cache.counts(shared=not job.batch_coupled) if cache else None
     return {"samples": samples, "last": last, "skipped": skipped, "random_states": random_states(model.device)}
 
 
-def _patcher(model: ComfyModel, job: SamplingJob, progress: Progress, load_additional: LoadAdditional) -> RankPatcher:
-    """Returns the host's MODEL, rebuilt: with its weight patches, model_options, wrappers and callbacks."""
-    patcher = model.clone(job.weight_patches, progress.loading)
-    patcher.add_object_patch("model_sampling", rebuild_sampling(job.model_sampling))
-    for name, value in job.attributes.items():
-        patcher.add_object_patch(name, value)
+def _patcher(
+    model: ComfyModel, weight_patches: Described | None, on_model: list[Any], job: SamplingJob, progress: Progress
+) -> RankPatcher:
+    """Returns the host's MODEL, made again, with what nodes/describe/sampling_job.py has described `on_model`."""
+    objects, options, wrappers, callbacks = on_model
+    patcher = model.clone(weight_patches, progress.loading)
     if job.mask is not None:
         patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, _mask_wrapper(job.mask, patcher.load_device))
-    rebuilder = Rebuilder(load_additional)
-    patcher.model_options.update(rebuilder.rebuild(job.model_options))
-    each = (job.wrappers, patcher.add_wrapper_with_key), (job.callbacks, patcher.add_callback_with_key)
-    for described, add in each:
-        for kind, key, functions in described:
-            for function in rebuilder.rebuild(functions):
+    for name, value in objects.items():
+        patcher.add_object_patch(name, value)
+    patcher.model_options.update(options)
+    for groups, add in (wrappers, patcher.add_wrapper_with_key), (callbacks, patcher.add_callback_with_key):
+        for kind, key, functions in groups:
+            for function in functions:
                 add(kind, key, function)
     if model.attention is not None:
         patcher.model_options["transformer_options"].setdefault("optimized_attention_override", model.attention)
     if model.stages is not None and job.batch_coupled:
         patcher.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, model.stages.shared_forward)
     return patcher
-
-
-def rebuild_sampling(sampling: dict[str, Any]) -> torch.nn.Module:
-    """Rebuilds the host's `model_sampling`: the same bases, parameters and buffers."""
-    bases = tuple(named(name) for name in sampling["bases"])
-    module: torch.nn.Module = torch.nn.Module.__new__(type("ModelSampling", bases, {}))
-    torch.nn.Module.__init__(module)
-    for name, value in sampling["attributes"].items():
-        setattr(module, name, value.clone() if isinstance(value, torch.Tensor) else value)
-    for name, buffer in sampling["buffers"].items():
-        module.register_buffer(name, buffer.clone())
-    return module
 
 
 def _mask_wrapper(mask: Tensor, device: torch.device) -> Callable[..., Tensor]:
@@ -149,11 +137,11 @@ def _control_wrapper(controls: list[ControlBase], model: ComfyModel, *, batch_co
     return sample
 
 
-def _sample(job: SamplingJob, patchers: Sequence[ModelPatcher], conds: Conds, on_step: OnStep) -> Tensor:
-    samples = _guider(job, patchers, conds).sample(
+def _sample(job: SamplingJob, guider: comfy.samplers.CFGGuider, sampler: Any, on_step: OnStep) -> Tensor:
+    samples = guider.sample(
         _unpacked(job.noise, job),
         _unpacked(job.latent, job),
-        rebuild(job.sampler),
+        sampler,
         job.sigmas.clone(),
         callback=lambda step, x0, x, total: on_step(step, _packed(x0), _packed(x), total),
         disable_pbar=True,
@@ -162,13 +150,12 @@ def _sample(job: SamplingJob, patchers: Sequence[ModelPatcher], conds: Conds, on
     return _packed(samples)
 
 
-def _guider(job: SamplingJob, patchers: Sequence[ModelPatcher], conds: Conds) -> comfy.samplers.CFGGuider:
+def _guider(job: SamplingJob, patchers: Sequence[ModelPatcher], made: dict[str, Any]) -> comfy.samplers.CFGGuider:
     """Returns the host's guider, of two MODELs also where these are one."""
     models = (patchers[0], patchers[-1]) if job.guider in TWO_MODEL_GUIDERS else (patchers[0],)
     guider = named(job.guider)(*models)
-    for name, value in job.guider_attributes.items():
-        setattr(guider, name, value)
-    guider.inner_set_conds({name: [[None, cond] for cond in branch] for name, branch in conds.items()})
+    vars(guider).update(made["guider_attributes"])
+    guider.inner_set_conds({name: [[None, cond] for cond in branch] for name, branch in made["conds"].items()})
     return guider
 
 
