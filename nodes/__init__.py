@@ -12,7 +12,7 @@ from .classes.cp_config import CPParallelConfig
 from .classes.cp_demo import CPDemoConditioning, CPDemoDecode, CPDemoModel
 from .classes.cp_loader import CPLoadDiffusionModel
 from .classes.cp_plan import CPPlan
-from .classes.cp_sampler import CPSampler, CPSamplerAdvanced, CPSamplerCustom, CPSamplerCustomBasic
+from .classes.cp_sampler import CPModel, CPSampler, CPSamplerAdvanced, CPSamplerCustom, CPSamplerCustomBasic
 from .classes.cp_vae import CPVAE
 from .server.routes import add_routes
 from .server.start_ahead import on_prompt, start_with_comfyui
@@ -39,6 +39,7 @@ class ContextParallelExtension(ComfyExtension):
             CPParallelConfig,
             CPPlan,
             CPLoadDiffusionModel,
+            CPModel,
             CPVAE,
             CPDemoModel,
             CPDemoConditioning,

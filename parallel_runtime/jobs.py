@@ -48,6 +48,7 @@ class SamplingJob:
     seed: int | None
     random_states: dict[str, Tensor]
     weight_patches: list[Described | None]
+    packs: list[str]
     batch_coupled: bool
     latent_shapes: list[Any] | None = None
     entries_per_call: int = 0

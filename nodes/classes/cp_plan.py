@@ -30,7 +30,7 @@ from ..describe.control_nets import Conds, controls_of, weight_bytes
 from ..describe.describer import describer
 from ..describe.model import DescribedModel, describe_model
 from ..describe.refused_event import announce_refusals
-from ..describe.sampling_job import check_conds, check_latent, describe_conds, text_tokens
+from ..describe.sampling_job import check_conds, check_latent, describe_conds, describe_on_model, text_tokens
 from ..describe.vae import explain_decode
 from ..remote.lease import dry_run, run_kind
 from ..remote.sampling_run import model_on_workers
@@ -245,7 +245,9 @@ def _with_controls(model: Any, described: DescribedModel, conds: Conds) -> tuple
     ComfyUI's process ("" where it does not)."""
     controls = controls_of(conds)
     try:
-        describe_conds(conds, model.model_options, describer())
+        parts = describer(model=model)
+        describe_on_model(model, model.model_options, None, parts)
+        describe_conds(conds, model.model_options, parts)
     except Unsendable as reason:
         return described, "", say("loop.comfyui", reason=reason.sentence)
     size = f"{weight_bytes(controls) / 2**30:.2f}"

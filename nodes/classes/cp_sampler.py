@@ -14,7 +14,7 @@ from nodes import KSampler, KSamplerAdvanced  # type: ignore[attr-defined]  # Co
 
 from ...parallel_runtime.request import ParallelRequest
 from ..describe.refused_event import announce_refusals
-from ..remote.sampling_run import guider_on_workers, model_on_workers
+from ..remote.sampling_run import guider_on_workers, model_described_late, model_on_workers
 from ..server.settings import request_from
 from .cp_config import CATEGORY, CPConfig
 
@@ -49,6 +49,32 @@ class CPSampler(io.ComfyNode):
     def execute(cls, model: Any, cp_config: ParallelRequest | None = None, **widgets: Any) -> io.NodeOutput:
         remote = model_on_workers(model, request_from(cp_config))
         return io.NodeOutput(*KSampler().sample(remote, **widgets))
+
+
+class CPModel(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="CPModel",
+            display_name="CP Model",
+            category=CATEGORY,
+            description="A MODEL that any sampler node, of any pack, samples on several GPUs, with the same result.",
+            search_aliases=SEARCH,
+            inputs=[
+                io.Model.Input("model", tooltip="From Load Diffusion Model, Load Checkpoint or a LoRA loader."),
+                CP_CONFIG_INPUT,
+            ],
+            outputs=[
+                io.Model.Output(
+                    tooltip="For every node that samples. LoRAs and model patches may come before or after."
+                )
+            ],
+        )
+
+    @classmethod
+    @announce_refusals()
+    def execute(cls, model: Any, cp_config: ParallelRequest | None = None) -> io.NodeOutput:
+        return io.NodeOutput(model_described_late(model, request_from(cp_config)))
 
 
 class CPSamplerAdvanced(io.ComfyNode):

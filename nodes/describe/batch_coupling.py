@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ...parallel_runtime.architectures import architecture_of
 from ...parallel_runtime.errors import Refused
-from ...parallel_runtime.loading.code_names import is_comfyui, qualified_name
+from ...parallel_runtime.loading.code_names import is_comfyui, is_of_a_pack, qualified_name
 from ...parallel_runtime.loading.object_codec import PLAIN
 from .model_patches import AROUND_NETWORK, native_network, wrappers_of
 
@@ -65,13 +65,15 @@ def couples_by_masks(network: nn.Module, *masks: Tensor | None) -> bool:
 def keeps_state(model: ModelPatcher, options: dict[str, Any]) -> bool:
     """Does code inside evaluations keep state, with these model options?"""
     inside, outside = _reachable(model, options, (*AROUND, FUNCTION))
+    if any(map(_is_foreign, inside)):  # which may keep it anywhere
+        return True
     return any(one.written or any(map(one.shares, inside + outside)) for one in inside)
 
 
 def check_state(model: ModelPatcher, options: dict[str, Any]) -> None:
     """Raises Refused for code in the network's blocks that shares state with code in ComfyUI's process."""
     inside, outside = _reachable(model, options, ())
-    for one in inside:
+    for one in (one for one in inside if not _is_foreign(one)):  # other code does not go along with an evaluation
         for other in filter(one.shares, outside):
             raise Refused("model.state", one=qualified_name(one.of), other=qualified_name(other.of))
 
@@ -87,7 +89,14 @@ def _reachable(
     for functions in (blocks.get("wrappers", {}), model.wrappers, model.callbacks):
         for kind, by_key in functions.items():
             (inside if kind in around else outside).append(by_key)
-    return [one for one in _each_reachable(inside) if is_comfyui(one.of)], [*_each_reachable(outside)]
+    return [*_each_reachable(inside)], [*_each_reachable(outside)]
+
+
+def _is_foreign(one: Reachable) -> bool:
+    value = one.of
+    while isinstance(value, functools.partial):
+        value = value.func
+    return not is_comfyui(value) or is_of_a_pack(value)
 
 
 def _each_reachable(values: list[Any]) -> Iterator[Reachable]:

@@ -15,9 +15,12 @@ from .control_nets import KINDS, called_functions, describe_control_net, is_patc
 from .model_files import gligen_file, hypernetwork_file, patch_file
 
 
-def describer(latent: tuple[int, ...] | None = None) -> Describer:
-    """Returns a Describer for a run on a `latent` [B, C, (T,) H, W]; None leaves out hints that a VAE encodes."""
-    return Describer(partial(_describe_loaded, latent))
+def describer(
+    latent: tuple[int, ...] | None = None, model: ModelPatcher | None = None, *, packs: bool = True
+) -> Describer:
+    """Returns a Describer for a run of MODEL on a `latent` [B, C, (T,) H, W]; None leaves out hints that a VAE encodes.
+    Without `packs`, it takes no code of packs."""
+    return Describer(model, partial(_describe_loaded, latent), packs=packs)
 
 
 def _describe_loaded(latent: tuple[int, ...] | None, value: Any, to: Parts) -> dict[str, Any]:

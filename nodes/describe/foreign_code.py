@@ -6,10 +6,11 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Iterable, Iterator
-from types import CodeType, FunctionType, ModuleType
+from collections.abc import Collection, Iterable, Iterator
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import comfy.model_management
 from comfy.model_patcher import ModelPatcher
 from torch import nn
 
@@ -54,18 +55,27 @@ def check_model(model: ModelPatcher) -> None:
 
 def check_layers(network: nn.Module) -> None:
     """Raises Refused for a layer of another pack's class."""
+    patched = _patched_now(network)
     for name, module in network.named_modules():
-        if _is_of_a_pack(type(module)):
+        if _is_of_a_pack(type(module)) and name not in patched:
             _refuse(name or "the network", type(module))
+
+
+def _patched_now(network: nn.Module) -> set[str]:
+    """Returns what the MODEL that ComfyUI has loaded now replaces in this network: the next one puts it back."""
+    loaded = (one.model for one in comfy.model_management.current_loaded_models)
+    patchers = [one for one in loaded if one is not None and getattr(one.model, "diffusion_model", None) is network]
+    names = {name.removeprefix("diffusion_model.") for one in patchers for name in one.object_patches_backup}
+    return {name if "." in name else f"{type(network).__name__}.{name}" for name in names} | names
 
 
 def check_network(network: nn.Module) -> None:
     """Raises Refused for a method or hook that the network's own class does not have, and for a function of the
     network's code that another pack has replaced. Takes 2 us for each module."""
-    kinds = set()
+    kinds, patched = set(), _patched_now(network)
     for name, module in network.named_modules():
         kinds.add(type(module))
-        check_module(module, name or type(network).__name__)
+        check_module(module, name or type(network).__name__, patched)
     for kind in kinds:
         for name, code in _replaced_methods(kind):
             _refuse(f"{kind.__qualname__}.{name} of all networks", code)
@@ -73,18 +83,20 @@ def check_network(network: nn.Module) -> None:
         raise Refused("network.changed", what=name, code=code)
 
 
-def check_module(module: nn.Module, name: str) -> None:
-    """Raises Refused for a method or hook on this module itself, without its children."""
-    _check_methods(module, name)
+def check_module(module: nn.Module, name: str, patched: Collection[str] = ()) -> None:
+    """Raises Refused for a method or hook on this module itself, without its children, but for those in `patched`."""
+    _check_methods(module, name, patched)
     for hook in (hook for hooks in HOOKS for hook in vars(module)[hooks].values()):
         if _is_foreign(hook):
             _refuse(f"a hook on {name}", hook)
 
 
-def _check_methods(owner: object, name: str) -> None:
+def _check_methods(owner: object, name: str, patched: Collection[str] = ()) -> None:
     kind: Any = type(owner)
     for method in vars(owner).keys() & _methods(kind):
-        if _is_foreign(vars(owner)[method]):
+        value = vars(owner)[method]
+        put_back = value == MethodType(getattr(kind, method), owner)  # the class's own, by ComfyUI as it unpatched
+        if _is_foreign(value) and not put_back and f"{name}.{method}" not in patched:
             _refuse(f"{name}.{method}", vars(owner)[method])
 
 

@@ -63,6 +63,9 @@ def changed_attributes(model: ModelPatcher, path: str, load: Callable[[], Mapped
     model = native_model(model)
     network = model.model.diffusion_model
     loaded, parts = _loaded.get(network) or _load(load), dict(_parts(model.model))
+    for name, before in model.object_patches_backup.items():  # as it is without the MODEL that ComfyUI has loaded now
+        if isinstance(before, nn.Module):
+            parts |= dict(before.named_modules(prefix=name))
     _check_modules(parts, loaded, path)
     _check_weights(parts, model, loaded, path)
     _loaded[network] = loaded  # not before: the file may have been replaced, and put back later

@@ -25,7 +25,7 @@ from torch import nn
 
 from ...parallel_runtime.accelerators import CUDA
 from ...parallel_runtime.architectures import Architecture, architecture_of
-from ...parallel_runtime.architectures.block_patches import see_all_tokens
+from ...parallel_runtime.architectures.block_patches import attends_each_head, see_all_tokens
 from ...parallel_runtime.architectures.network_modules import blocks_of, padding_modes, self_chosen_kernels
 from ...parallel_runtime.architectures.partition import Load
 from ...parallel_runtime.architectures.row_plan import RowArchitecture
@@ -35,7 +35,7 @@ from ...parallel_runtime.group.payload_cache import check_size
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.jobs import Described
 from ...parallel_runtime.loading import gguf
-from ...parallel_runtime.loading.code_names import Unsendable, qualified_name, reference
+from ...parallel_runtime.loading.code_names import Unsendable, is_of_a_pack, qualified_name, reference
 from ...parallel_runtime.loading.fingerprint import stat_file
 from ...parallel_runtime.loading.mapped import Mapped, has_dynamic_vram, load_mapped
 from ...parallel_runtime.planning.network_stats import NetworkStats, Work
@@ -49,7 +49,7 @@ from .describer import describer
 from .foreign_code import check_layers, check_merging, check_model, check_network
 from .in_place import changed_attributes
 from .local_devices import plan_inputs
-from .model_patches import OVERRIDE, check_network_patches, compilation, native_network
+from .model_patches import OVERRIDE, check_network_patches, compilation, native_network, replaced_methods
 
 GUIDES = "guide_attention_entries"  # of a condition
 
@@ -74,7 +74,7 @@ class DescribedModel:
 
     def sampled_by(self, sampler: comfy.samplers.Sampler) -> DescribedModel:
         """Returns this MODEL under a SAMPLER. One that uses the network itself makes it undivided and batch-coupled."""
-        if not uses_network(sampler):
+        if is_of_a_pack(unwrap_sampler(sampler)) or not uses_network(sampler):  # a pack's: seen as it happens
             return self
         return replace(self.undivided(unwrap_sampler(sampler).__name__), batch_coupled=True)
 
@@ -181,13 +181,17 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> DescribedMo
     by_rows, replaced = isinstance(architecture, RowArchitecture), OVERRIDE in options
     undivided_by = [] if by_rows else see_all_tokens(options.get("patches", {}))
     undivided_by += padding_modes(network) if attributes else []
+    if replaced and not attends_each_head(options[OVERRIDE]):
+        undivided_by.append(f"the attention {qualified_name(options[OVERRIDE])}")
     if not replaced and request.options.attention_backend == "auto":
         undivided_by += [f"{function} in {module}" for function, module in self_chosen_kernels(network).items()]
+    methods = replaced_methods(model)
+    undivided_by += list(methods)[:1]  # a chain of many would say no more
     compiled = compilation(model, request.compile)
     if by_rows and compiled is not None:
         undivided_by.append("torch.compile")
     comfyui_dtype = cast or model.model.get_dtype_inference()
-    batch_coupled = is_batch_coupled(model, model.model_options)
+    batch_coupled = bool(methods) or is_batch_coupled(model, model.model_options)
     patch_models = dict.fromkeys(patch.model for patch in model.model_patches_models())
     weight_bytes = sum(map(comfy.model_management.module_size, [network, *patch_models]))
     item_bytes = (comfyui_dtype if dtype == "auto" else getattr(torch, dtype)).itemsize
@@ -285,7 +289,7 @@ def _files(model: ModelPatcher, arguments: tuple[Any, ...]) -> tuple[SourceFile,
 
 def describe_weight_patches(model: ModelPatcher) -> Described:
     """Describes MODEL's weight patches (LoRA, merged models) by weight. Raises Refused for foreign ones."""
-    described, patches_describer = {}, describer()
+    described, patches_describer = {}, describer(packs=False)
     try:
         if model.patches:
             check_merging()

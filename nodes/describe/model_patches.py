@@ -16,14 +16,14 @@ import comfy.sd
 import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import get_all_wrappers
-from comfy_api.torch_helpers.torch_compile import TORCH_COMPILE_KWARGS
+from comfy_api.torch_helpers.torch_compile import COMPILE_KEY, TORCH_COMPILE_KWARGS
 from torch import Tensor, nn
 
 from ...parallel_runtime.architectures import architecture_of
 from ...parallel_runtime.errors import Refused, quoted
 from ...parallel_runtime.jobs import Described
 from ...parallel_runtime.loading.code_names import Unsendable, qualified_name
-from ...parallel_runtime.loading.kinds import Encoded
+from ...parallel_runtime.loading.model_kinds import Encoded
 from ...parallel_runtime.loading.object_codec import PLAIN, Describer
 from ...parallel_runtime.request import CompileChoice
 from ...parallel_runtime.specs import Compilation
@@ -53,8 +53,8 @@ def latent_size(network: nn.Module, latent: Sequence[int]) -> LatentSize:
     return *sides[:-2], *(-(-side // patch) * patch for side in sides[-2:])
 
 
-def describe_options(options: dict[str, Any], size: LatentSize, describer: Describer) -> Any:
-    """Describes a guider's model_options for a latent of this size. Raises Unsendable for foreign code among them."""
+def describe_options(options: dict[str, Any], size: LatentSize | None, describer: Describer) -> Any:
+    """Describes a guider's model_options for a latent of this size; None encodes no pictures. Raises Unsendable."""
     inside = _pre_encode(options.get("transformer_options", {}), size)
     inside = {key: value for key, value in inside.items() if key not in AROUND_NETWORK}
     sent = {key: value for key, value in {**options, "transformer_options": inside}.items() if key not in SET_BY_RUN}
@@ -70,7 +70,7 @@ def describe_functions(functions: dict[str, dict[Any, list[Any]]], what: str, de
         [kind, key, describer.describe(list(group), f"the {kind} {what}")]
         for kind, by_key in functions.items()
         for key, group in list(by_key.items())[list(by_key).index(WRAPPER_KEY) + 1 if WRAPPER_KEY in by_key else 0 :]
-        if group
+        if group and key != COMPILE_KEY  # the workers compile by the model options
     ]
 
 
@@ -91,12 +91,13 @@ def wrappers_of(model: ModelPatcher, options: dict[str, Any], kind: str) -> list
     return [*get_all_wrappers(kind, options, is_model_options=True), *model.get_all_wrappers(kind)]
 
 
-def describe_transformer_options(options: dict[str, Any], size: LatentSize | None) -> Described:
+def describe_transformer_options(options: dict[str, Any], size: LatentSize | None, *, packs: bool = False) -> Described:
     """Describes the transformer_options that a network's blocks read, for a latent of this size.
 
-    Raises Refused for foreign code in the blocks. Other foreign objects are left out: only foreign code reads them.
+    Raises Refused for foreign code in the blocks: without `packs` for that of packs, whose objects may keep state from
+    one evaluation to the next. Other foreign objects are left out: only foreign code reads them.
     """
-    described, options_describer = {}, describer()
+    described, options_describer = {}, describer(packs=packs)
     for key, value in _pre_encode(options, size).items():
         if key in AROUND_NETWORK or _empty(value):
             continue
@@ -136,12 +137,21 @@ def check_network_patches(model: ModelPatcher) -> None:
     names = ["weight wrappers"] if model.weight_wrapper_patches else []
     names += ["forced hooks"] if model.forced_hooks else []
     names += [f"the injection {name}" for name, injections in model.injections.items() if injections]
-    replaced = {name for name in model.object_patches if name.startswith("diffusion_model")}
-    names += [f"a replaced {name}" for name in replaced - replaced_attributes(model).keys()]
+    for name, value in replaced_methods(model).items():
+        try:
+            describer(model=model).describe(value, f"the replaced {name}")
+        except Unsendable as reason:
+            names.append(f"a replaced {name}: {reason.sentence}")
     if names:
         raise Refused("model.inside", things="; ".join(sorted(names)))
     options = model.model_options["transformer_options"]
-    describe_transformer_options({key: value for key, value in options.items() if key in IN_BLOCKS}, None)
+    describe_transformer_options({key: options[key] for key in IN_BLOCKS if key in options}, None, packs=True)
+
+
+def replaced_methods(model: ModelPatcher) -> dict[str, Any]:
+    """Returns the functions and objects with which MODEL replaces parts of its network, by name."""
+    names = [name for name in model.object_patches if name.startswith("diffusion_model")]
+    return {name: model.object_patches[name] for name in names if name not in replaced_attributes(model)}
 
 
 def replaced_attributes(model: ModelPatcher) -> dict[str, Any]:

@@ -18,8 +18,10 @@ from ...parallel_runtime.architectures.split_plan import SplitLike
 from ...parallel_runtime.errors import Refused
 from ...parallel_runtime.group.payload_cache import check_size
 from ...parallel_runtime.jobs import TWO_MODEL_GUIDERS, SamplingJob
-from ...parallel_runtime.loading.code_names import Unsendable, qualified_name, reference
-from ...parallel_runtime.loading.object_codec import PLAIN, Describer
+from ...parallel_runtime.loading.code_names import Unsendable, is_of_a_pack, qualified_name, reference
+from ...parallel_runtime.loading.object_codec import Describer, rebuild
+from ...parallel_runtime.loading.pack_globals import globals_of, set_globals
+from ...parallel_runtime.loading.packs import packs_named
 from ...parallel_runtime.loading.random_states import random_states
 from .batch_coupling import couples_by_masks, is_batch_coupled
 from .control_nets import Conds, gligens_of, needs_full_latent
@@ -31,11 +33,10 @@ from .model_patches import (
     describe_functions,
     describe_options,
     latent_size,
-    replaced_attributes,
     wrappers_of,
 )
 
-SENDABLE_OBJECT_PATCHES = {"model_sampling", "manual_cast_dtype"}  # object patches that workers can have
+TakeBack = Callable[[dict[str, Any]], None]
 LATENT_DIMS = {1: ("length",), 2: ("height", "width"), 3: ("frames", "height", "width")}  # by a latent's dimensions
 FULL_RUN_OPTIONS = {"step_cache": 0, "patches": 1}  # options that need the loop in the workers, with their off value
 GUIDER_STATE = {
@@ -65,30 +66,36 @@ class OuterSample:
         return tuple(self.latent_shapes[0] if self.latent_shapes else self.noise.shape)
 
 
-def describe_job(guider: comfy.samplers.CFGGuider, described: DescribedModel, call: OuterSample) -> SamplingJob:
-    """Describes one call of `guider.outer_sample`. Raises Refused for a latent that the MODEL cannot take, Unsendable
-    where the loop has to stay in ComfyUI's process."""
+def describe_job(
+    guider: comfy.samplers.CFGGuider, described: DescribedModel, call: OuterSample
+) -> tuple[SamplingJob, TakeBack, bool]:
+    """Describes one call of `guider.outer_sample`; also returns what gives packs' objects here what a run has left in
+    those of the workers, and whether code of packs refers to parts of the network, which then stays undivided. Raises
+    Refused for a latent that the MODEL cannot take, Unsendable where the loop has to stay in ComfyUI's process."""
     several = len(call.latent_shapes or ()) > 1
     if not several:
         check_latent(guider.model_patcher, call.noise)
     kind, attributes = check_guider(guider)
     model, options = guider.model_patcher, guider.model_options
     check_loop()
-    network, mask, all_parts = described.network, call.denoise_mask, describer(call.first_shape)
+    network, mask, parts = described.network, call.denoise_mask, describer(call.first_shape, model)
     size = latent_size(network, call.first_shape)
-    models, weight_patches = [_describe_on_model(model, options, size, all_parts)], [described.weight_patches]
+    models, weight_patches = [describe_on_model(model, options, size, parts)], [described.weight_patches]
     if (partner := partner_of(guider)) is not None and described.partner is not None:
-        models.append(_describe_on_model(partner, partner.model_options, size, all_parts))
+        models.append(describe_on_model(partner, partner.model_options, size, parts))
         weight_patches.append(described.partner.weight_patches)
     sent = {
         "models": models,
-        "conds": describe_conds(guider.conds, options, all_parts),
-        "guider_attributes": all_parts.describe(attributes, "the GUIDER"),
-        "sampler": all_parts.describe(call.sampler, "the SAMPLER"),
+        "conds": describe_conds(guider.conds, options, parts),
+        "guider_attributes": parts.describe(attributes, "the GUIDER", of_pack=is_of_a_pack(type(guider))),
+        "sampler": parts.describe(call.sampler, "the SAMPLER"),
     }
-    return SamplingJob(
+    sent["globals"] = parts.describe(globals_of([*parts.code, guider]), "the packs' global variables")
+    coupled = described.batch_coupled or parts.names_network
+    job = SamplingJob(
         guider=kind,
-        described=all_parts.described(sent),
+        described=parts.described(sent),
+        packs=list(parts.packs | dict.fromkeys(packs_named(kind))),
         noise=call.noise,
         latent=call.latent_image,
         mask=mask,
@@ -96,10 +103,17 @@ def describe_job(guider: comfy.samplers.CFGGuider, described: DescribedModel, ca
         seed=call.seed,
         random_states=random_states(model.load_device),
         weight_patches=weight_patches,
-        batch_coupled=described.batch_coupled or is_batch_coupled(model, options) or couples_by_masks(network, mask),
+        batch_coupled=coupled or is_batch_coupled(model, options) or couples_by_masks(network, mask),
         images_coupled=described.stats.images_coupled or bool(gligens_of(guider.conds)),
         latent_shapes=[list(shape) for shape in call.latent_shapes or ()] if several else None,
     )
+
+    def take_back(result: dict[str, Any]) -> None:
+        parts.take_back(result["changes"])
+        vars(guider).update(attributes)
+        set_globals(rebuild(result["globals"]))
+
+    return job, take_back, parts.names_network
 
 
 def check_latent(model: ModelPatcher, latent: Tensor) -> None:
@@ -113,14 +127,11 @@ def check_latent(model: ModelPatcher, latent: Tensor) -> None:
 
 
 def check_guider(guider: comfy.samplers.CFGGuider) -> tuple[str, dict[str, Any]]:
-    """Returns ComfyUI's name for the guider's class, and its attributes. Raises Unsendable unless these are plain."""
+    """Returns the name of the guider's class, and its attributes. Raises Unsendable for a class that workers cannot
+    have."""
     kind = reference(type(guider), "the GUIDER")
     state = {*GUIDER_STATE, TWO_MODEL_GUIDERS.get(kind)}
-    attributes = {name: value for name, value in vars(guider).items() if name not in state}
-    for name, value in attributes.items():
-        if not isinstance(value, PLAIN):
-            raise Unsendable("unsendable.guider", guider=qualified_name(guider), name=name, thing=qualified_name(value))
-    return kind, attributes
+    return kind, {name: value for name, value in vars(guider).items() if name not in state}
 
 
 def partner_of(guider: comfy.samplers.CFGGuider) -> ModelPatcher | None:
@@ -128,7 +139,7 @@ def partner_of(guider: comfy.samplers.CFGGuider) -> ModelPatcher | None:
     Raises Unsendable for two MODELs of one network, of which ComfyUI loads one at a time."""
     model = guider.model_patcher
     other = getattr(guider, TWO_MODEL_GUIDERS.get(reference(type(guider), "the GUIDER"), ""), model)
-    if math.isclose(guider.cfg, 1.0) or other is model:
+    if other is model or math.isclose(guider.cfg, 1.0):
         return None
     if other.model is not model.model:
         return other
@@ -144,21 +155,20 @@ def unsendable_partner(guider: comfy.samplers.CFGGuider) -> Unsendable:
     return Unsendable("unsendable.guider", guider=qualified_name(guider), name=name, thing=thing)
 
 
-def _describe_on_model(
-    model: ModelPatcher, options: dict[str, Any], size: LatentSize, describer: Describer
+def describe_on_model(
+    model: ModelPatcher, options: dict[str, Any], size: LatentSize | None, describer: Describer
 ) -> list[Any]:
     """Describes what is on a MODEL, with these model options: its object patches, the model options, its wrappers and
     callbacks. Raises Unsendable."""
     if "registered_hooks" in options and options["registered_hooks"].get_type(EnumHookType.TransformerOptions):
         raise Unsendable("unsendable.hook")
-    for name in model.object_patches.keys() - SENDABLE_OBJECT_PATCHES - replaced_attributes(model).keys():
-        raise Unsendable("unsendable.replaced", name=name)
     for name, models in model.additional_models.items():
         if models:
             raise Unsendable("unsendable.models", name=name)
-    objects = {"model_sampling": model.get_model_object("model_sampling"), **replaced_attributes(model)}
+    objects = {"model_sampling": model.get_model_object("model_sampling"), **model.object_patches}
+    objects.pop("manual_cast_dtype", None)  # DescribedModel has it
     return [
-        describer.describe(objects, "the model sampling"),
+        describer.describe(objects, "the MODEL"),
         describe_options(options, size, describer),
         describe_functions(options["transformer_options"].get("wrappers", {}), "wrapper", describer),
         describe_functions(model.callbacks, "callback", describer),

@@ -36,6 +36,7 @@ from ..describe.model_patches import (
     native_model,
     native_network,
     replaced_attributes,
+    replaced_methods,
 )
 from ..describe.refused_event import announce_refusals
 from ..describe.sampling_job import FULL_RUN_OPTIONS
@@ -165,7 +166,9 @@ class RemoteEvaluation:
             for _, value, *_ in patches:  # of another size by a LoRA, of which this process would read the old one
                 if isinstance(value, WeightAdapterBase) and value.calculate_shape(key) is not None:
                     raise Refused("model.resized", key=key)
-        if names := sorted(replaced_attributes(model)):  # ComfyUI would set them on the network of this process
+        if names := sorted(
+            replaced_attributes(model) | replaced_methods(model)
+        ):  # ComfyUI would set them on the network of this process
             raise Refused("model.replaced", names=", ".join(names))
         check_state(model, model.model_options)
         self._described = describe_model(model, self._request)

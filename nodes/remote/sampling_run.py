@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,18 +22,21 @@ from comfy.patcher_extension import WrappersMP
 from comfy_api.torch_helpers.torch_compile import COMPILE_KEY
 from torch import Tensor
 
-from ...parallel_runtime.errors import Refused
+from ...parallel_runtime.errors import Refused, WorkerLost
 from ...parallel_runtime.group.machine_check import checked_plan
 from ...parallel_runtime.jobs import TWO_MODEL_GUIDERS, SamplingJob
 from ...parallel_runtime.loading.code_names import Unsendable, qualified_name, reference
+from ...parallel_runtime.loading.packs import note_failed_import, proven
 from ...parallel_runtime.loading.random_states import set_random_states
 from ...parallel_runtime.request import ParallelRequest
 from ..describe.control_nets import controls_of
 from ..describe.model import DescribedModel, describe_model, unwrap_sampler, uses_network
 from ..describe.model_patches import WRAPPER_KEY
+from ..describe.refused_event import announce_refusals
 from ..describe.sampling_job import (
     FULL_RUN_OPTIONS,
     OuterSample,
+    TakeBack,
     check_conds,
     check_guider,
     check_token_patches,
@@ -45,11 +48,15 @@ from ..describe.sampling_job import (
 from .lease import lease_with_plan
 from .remote_model import without_weights
 
+# Refusals of what a pack's code does to a split network in the middle of a run.
+SEES_ALL_TOKENS = {"network.meanwhile", "blocks.inside", "attention.all_heads", "attention.node"}
 log = logging.getLogger(__name__)
 
-PREVIEWS = {  # OUTER_SAMPLE wrappers of ComfyUI's that only show each step, with what workers do not have
-    "comfy_extras.nodes_triposplat.TripoSplatSamplingPreview.execute.<locals>.outer_sample_wrapper"
-}
+PREVIEWS = (  # OUTER_SAMPLE wrappers that only show each step, with what workers do not have; KJNodes' are the others
+    "comfy_extras.nodes_triposplat.TripoSplatSamplingPreview.execute.<locals>.outer_sample_wrapper",
+    ".ltxv_nodes.OuterSampleCallbackWrapper",
+    ".preview_override_node._PreviewOverrideWrapper",
+)
 
 
 def model_on_workers(model: ModelPatcher, request: ParallelRequest) -> ModelPatcher:
@@ -66,8 +73,11 @@ def _describe_checked(model: ModelPatcher, request: ParallelRequest) -> Describe
 def _on_workers(model: ModelPatcher, described: DescribedModel, request: ParallelRequest) -> ModelPatcher:
     remote = model.clone()
     remote.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, COMPILE_KEY)
+    remote.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, WRAPPER_KEY)  # CP Model's
     wrappers = remote.wrappers.pop(WrappersMP.OUTER_SAMPLE, {})
-    previews = {key: group for key, group in wrappers.items() if all(qualified_name(one) in PREVIEWS for one in group)}
+    previews = {
+        key: group for key, group in wrappers.items() if all(qualified_name(one).endswith(PREVIEWS) for one in group)
+    }
     inner = {key: group for key, group in wrappers.items() if key not in previews}  # run in the workers
     ours = {WRAPPER_KEY: [RemoteSampling(described, request)]}
     remote.wrappers[WrappersMP.OUTER_SAMPLE] = {**previews, **ours, **inner}
@@ -134,12 +144,43 @@ def _with_remote_network(model: ModelPatcher, request: ParallelRequest, reason: 
     return without_weights(model, request)
 
 
+def model_described_late(model: ModelPatcher, request: ParallelRequest) -> ModelPatcher:
+    """A clone of `model` whose sampling, by any node, runs in the worker group, with what is on it by then. Raises
+    Refused for what workers cannot have of it already."""
+    _describe_checked(model, request)
+    made = model.clone()
+    made.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, WRAPPER_KEY)
+    made.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, WRAPPER_KEY, LateSampling(request))
+    return made
+
+
+@dataclass(frozen=True)
+class LateSampling:
+    """CP Model's OUTER_SAMPLE wrapper, which describes the guider's MODELs as they are when sampling starts."""
+
+    request: ParallelRequest
+
+    def __call__(self, executor: Any, *args: Any, **kwargs: Any) -> Tensor:
+        with announce_refusals():
+            remote = self._remote_sampling(executor.class_obj)
+            return remote(executor, *args, **kwargs)
+
+    def _remote_sampling(self, guider: comfy.samplers.CFGGuider) -> RemoteSampling:
+        models = {name: _as_guided(guider, name) for name in _models_of(guider)}
+        described = {name: _describe_checked(model, self.request) for name, model in models.items()}
+        try:
+            return RemoteSampling(_with_partner(guider, described, self.request), self.request)
+        except Unsendable as reason:
+            return RemoteSampling(described["model_patcher"], self.request, reason)
+
+
 @dataclass(frozen=True)
 class RemoteSampling:
     """ComfyUI's OUTER_SAMPLE wrapper, which sends the run to the workers instead of calling the sampler."""
 
     described: DescribedModel
     request: ParallelRequest
+    reason: Unsendable | None = None  # why the loop has to stay in ComfyUI's process, if that is known
 
     def __call__(self, executor: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Returns samples [B, C, (T,) H, W], as `CFGGuider.outer_sample` does, for the same arguments."""
@@ -149,12 +190,28 @@ class RemoteSampling:
         if self.request.options.token_patches > 1:
             self._check_patches(guider, described, call)
         try:
-            job = describe_job(guider, described, call)
+            if self.reason is not None:
+                raise self.reason
+            job, take_back, names_network = describe_job(guider, described, call)
         except Unsendable as reason:
             if uses_network(call.sampler):
                 raise Refused("sampler.reaches", sampler=qualified_name(unwrap_sampler(call.sampler))) from None
             return self._sample_in_comfyui(guider, partial(executor, *args, **kwargs), reason)
-        return self._sample_in_workers(guider, described, job, call)
+        if names_network and described.architecture is not None:
+            described = described.undivided("a pack's code that refers to parts of it")
+        try:
+            return self._sample_in_workers(guider, described, job, call, take_back)
+        except (Refused, WorkerLost) as error:
+            if job.packs and isinstance(error, Refused) and error.code in SEES_ALL_TOKENS:
+                log.warning("[CP] sampled again with the network undivided, because %s", error)
+                undivided = replace(described.undivided("a pack's code"), batch_coupled=True)
+                try:
+                    return self._sample_in_workers(guider, undivided, replace(job, batch_coupled=True), call, take_back)
+                except Refused:
+                    raise error from None  # the degrees that were asked for need a split network
+            if not note_failed_import(job.packs, error):
+                raise
+        return self(executor, *args, **kwargs)  # without these packs
 
     def _check_patches(self, guider: comfy.samplers.CFGGuider, described: DescribedModel, call: OuterSample) -> None:
         request, patches = self.request, self.request.options.token_patches
@@ -183,6 +240,7 @@ class RemoteSampling:
         described: DescribedModel,
         job: SamplingJob,
         call: OuterSample,
+        take_back: TakeBack,
     ) -> Tensor:
         guided, patches = _is_guided(guider), self.request.options.token_patches
         if patches > 1 and controls_of(guider.conds):
@@ -193,12 +251,15 @@ class RemoteSampling:
             call.first_shape, text_tokens(guider.conds), prompts=prompts, cached=self.request.options.step_cache > 0
         )
         device = guider.model_patcher.load_device
-        steps = StepCallback(call.callback, device)
+        steps = StepCallback(call.callback, device, job.packs)
         inputs = described.inputs(self.request, work, guided=guided, batch_coupled=job.batch_coupled)
         with lease_with_plan(described.spec, inputs, self.request.after_sampling) as (lease, plan):
             result = lease.run(plan, replace(job, entries_per_call=plan.entries_per_call), on_step=steps.on_step)
         set_random_states(result.value["random_states"], device)
         steps.finish(result.value["last"])
+        take_back(result.value)
+        for reason in result.value["lost"]:
+            log.warning("[CP] what a pack's code has left in the workers cannot come back: %s", reason)
         skipped = result.value["skipped"]
         log.info(
             "[CP] %s on %d worker(s): sampled in %.2f s, loaded in %.2f s%s",
@@ -215,13 +276,17 @@ class StepCallback:
     """Passes the workers' steps on to ComfyUI's callback. Steps may be dropped where this process is slow, except the
     last one."""
 
-    def __init__(self, callback: Callable[[int, Any, Any, int], None] | None, device: torch.device) -> None:
+    def __init__(
+        self, callback: Callable[[int, Any, Any, int], None] | None, device: torch.device, packs: Sequence[str] = ()
+    ) -> None:
         self._callback = callback
+        self._packs = packs
         self._device = device
         self._last: tuple[int, Tensor] | None = None
 
     def on_step(self, step: int, x0: Tensor, x: Tensor, total: int) -> None:
         self._last = step, x0
+        proven.update(self._packs)
         if self._callback is not None:
             self._callback(step, x0.to(self._device), x.to(self._device), total)
 
@@ -237,5 +302,7 @@ def _is_guided(guider: comfy.samplers.CFGGuider) -> bool:
     MODELs in turn."""
     if len(guider.conds) < 2 or reference(type(guider), "the GUIDER") in TWO_MODEL_GUIDERS:
         return False
+    if not isinstance(guider.cfg, int | float):  # of a pack: by step
+        return True
     skips_negative = not guider.model_options.get("disable_cfg1_optimization", False)
     return not (skips_negative and len(guider.conds) == 2 and math.isclose(guider.cfg, 1.0))

@@ -19,7 +19,7 @@ from .settings import refresh, request_from
 
 log = logging.getLogger(__name__)
 
-CP_NODES = {*REPLACEMENTS.values(), "CPLoadDiffusionModel"}
+CP_NODES = {*REPLACEMENTS.values(), "CPLoadDiffusionModel", "CPModel"}
 WAIT_SECONDS = 2.0  # a prompt that is refused or cached is over by then
 Prompt = dict[str, dict[str, Any]]
 

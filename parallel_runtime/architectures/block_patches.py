@@ -25,6 +25,7 @@ EACH_TOKEN = (
     "comfy.ldm.anima.lllite.AnimaLLLiteMLPPatch",
 )
 
+DECLARED = "context_parallel"  # the attribute by which a pack says how its function computes: docs/scripts.md
 OF_FRAMES = ("comfy.ldm.wan.model_multitalk.MultiTalkCrossAttnPatch",)  # which reshape their tokens by frames
 
 
@@ -44,6 +45,13 @@ def see_all_tokens(patches: Mapping[str, Sequence[Any]]) -> list[str]:
     return list(
         dict.fromkeys(f"{kind} of {_owner(patch)}" for kind, patch in inside if not _is_one_of(splittable, patch))
     )
+
+
+def attends_each_head(override: Any) -> bool:
+    """Whether an attention override gives the same on a part of the heads: one of ComfyUI's, or one that
+    says so."""
+    home = getattr(override, "__globals__", {}).get("__name__", _named(override).__module__)
+    return str(home).startswith("comfy.") or getattr(override, DECLARED, None) == "each head"
 
 
 def goes_by_frames(patch: Any) -> bool:

@@ -8,71 +8,64 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
+import random
+import sys
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
-from types import CellType, FunctionType, MethodType
-from typing import TYPE_CHECKING, Any, NoReturn
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
-from comfy.controlnet import ControlBase
-from comfy.gligen import Gligen
 from comfy.model_management import cast_to_device, get_torch_device
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor, nn
 
 from ..errors import Refused
 from ..wire.bundles import check_tensor
-from .code_names import LOCAL, Unsendable, code_named, is_comfyui, module_named, named, qualified_name, reference
+from .code_names import (
+    Unsendable,
+    attribute,
+    code_named,
+    home_of,
+    is_comfyui,
+    is_of_a_pack,
+    module_named,
+    module_reference,
+    named,
+    qualified_name,
+    reference,
+)
 from .fingerprint import code_fingerprint
+from .model_kinds import MODEL_KINDS, Kind, Node, exactly, of_types
 
 if TYPE_CHECKING:
     from .object_codec import Parts, Rebuilder
 
-HYPERNETWORK = "comfy_extras.nodes_hypernetwork.load_hypernetwork_patch.<locals>.hypernetwork_patch"
 # Each run sets these attributes of objects and variables of functions before it reads them.
 SET_BY_EACH_RUN = {
     "comfy.context_windows:IndexListContextHandler": ("_model",),
     "comfy_extras.nodes_tomesd:TomePatchModel.execute.<locals>.tomesd_m": ("u",),
     "comfy_extras.nodes_tomesd:TomePatchModel.execute.<locals>.tomesd_u": ("u",),
 }
-Node = dict[str, Any]  # the description of one value: its kind, and what that kind's row says
+PACKAGES = ("comfy.", "comfy_extras.")
+BASES = ("abc", "typing", "contextlib", "torch.autograd.grad_mode", "torch.utils._contextlib")  # of classes of objects
+NAMESPACES = (math, torch, torch.nn.functional)  # modules whose functions in C are known by name
+MODULES = (*NAMESPACES, numpy)
 _tensor_numbers = itertools.count()  # of this process: tensors of several descriptions may lie in one bundle
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A kind of values: which ones, what is sent of one, and what makes it again. `describe` calls `to` for each part,
-    and `rebuild` calls `make` for what that has returned, in the same order."""
-
-    fits: Callable[[Any], bool]
-    describe: Callable[[Any, Parts], Node]
-    rebuild: Callable[[Node, Rebuilder], Any]
-
-
-class Encoded:
-    """Replaces the VAE of a model patch or ControlNet, whose pictures nodes/describe/ has encoded."""
-
-    def __init__(self, compression: int) -> None:
-        self.compression = compression
-
-    def spacial_compression_encode(self) -> int:
-        return self.compression
-
-    def temporal_compression_decode(self) -> int:
-        return 1
-
-    def encode(self, pixels: Tensor) -> NoReturn:
-        """Raises Refused: ComfyUI encodes again only pixels [B, H, W, C] of another size than the full latent."""
-        height, width = pixels.shape[1:3]
-        raise Refused("patch.size", width=width, height=height)
 
 
 def _describe_tensor(value: Tensor, to: Parts) -> Node:
     if value.is_meta:
         raise Refused("unsendable.weight", what=to.what)
-    check_tensor(value, to.what)
+    try:
+        check_tensor(value, to.what)
+    except Refused as why:
+        thing = qualified_name(type(value))
+        raise Unsendable("unsendable.object.because", what=to.what, thing=thing, reason=why.sentence) from None
     name = f"described {next(_tensor_numbers)}"
     to.describer.tensors[name] = value
     return {"name": name, "on_cpu": value.device.type == "cpu"}
@@ -92,7 +85,7 @@ def _has_conversion(value: Any) -> bool:
 
 
 def _describe_merged(value: tuple[Tensor, MethodType], to: Parts) -> Node:
-    """Describes the weight alone, since no layer can be sent, dequantized as ComfyUI does it to merge it: in float32."""
+    """Describes the weight alone, since no layer can be sent. It is dequantized as ComfyUI does that to merge it."""
     weight, convert = value
     if type(weight.data) is not Tensor or weight.itemsize == 1:
         weight = convert(cast_to_device(weight, weight.device, torch.float32, copy=True), inplace=True)
@@ -108,109 +101,76 @@ def _unconverted() -> Callable[..., Any]:
 
 
 def _describe_method(method: MethodType, to: Parts) -> Node:
-    """Raises Unsendable for a function that its object's class does not have."""
     owner = method.__self__ if isinstance(method.__self__, type) else type(method.__self__)
     own = getattr(owner, method.__name__, None)
-    if getattr(own, "__func__", own) is not method.__func__:
-        raise Unsendable("unsendable.foreign", what=to.what, thing=qualified_name(method.__func__))
-    return {"of": to(method.__self__), "name": method.__name__}
+    if getattr(own, "__func__", own) is method.__func__:
+        return {"of": to(method.__self__), "name": method.__name__}
+    return {"of": to(method.__self__), "function": to(method.__func__)}
+
+
+def _rebuild_method(node: Node, make: Rebuilder) -> Any:
+    of = make(node["of"])
+    method = MethodType(make(node["function"]), of) if "function" in node else getattr(of, node["name"])
+    if not isinstance(method, MethodType):
+        raise Refused("worker.reference", name=node["name"])
+    return method
 
 
 def _describe_function(function: FunctionType, to: Parts) -> Node:
-    """Describes a function that another one has made."""
-    if not is_comfyui(function):
-        raise Unsendable("unsendable.foreign", what=to.what, thing=qualified_name(function))
+    """Describes a function that another one has made: by its code, since functools.wraps gives it another's name."""
+    name, code = _code_reference(function, to.what), code_fingerprint(function.__code__)
+    left_out = ("__wrapped__",) if name.startswith(PACKAGES) else ()
     to = replace(to, what=f"{to.what} {qualified_name(function)}")
-    name = f"{qualified_name(function).removesuffix('.' + function.__qualname__)}:{function.__qualname__}"
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     to.describer.emptied.update(id(cells[variable]) for variable in SET_BY_EACH_RUN.get(name, ()))
     return {
         "name": name,
-        "code": code_fingerprint(function.__code__),
+        "code": code,
         "cells": to.each(cells.values()),
         "defaults": to(function.__defaults__),
         "keyword_defaults": to(function.__kwdefaults__),
-        "attributes": to({name: value for name, value in vars(function).items() if name != "__wrapped__"}),
+        "attributes": to({name: value for name, value in vars(function).items() if name not in left_out}),
     }
+
+
+def _code_reference(function: FunctionType, what: str) -> str:
+    """Returns the name under which workers find this function's code. Raises Unsendable."""
+    home, path = home_of(function), getattr(function.__code__, "co_qualname", function.__qualname__)  # Python 3.11
+    name = f"{module_reference(home, what, qualified_name(function))}:{path}"
+    try:
+        found = code_named(name, code_fingerprint(function.__code__))
+    except Refused:
+        found = None
+    if found is None or vars(sys.modules[home]) is not function.__globals__:
+        raise Unsendable("unsendable.foreign", what=what, thing=qualified_name(function))
+    return name
 
 
 def _rebuild_function(node: Node, make: Rebuilder) -> FunctionType:
     code, (module, _, path) = code_named(node["name"], node["code"]), node["name"].partition(":")
     cells, defaults = make(node["cells"]), make(node["defaults"])
     made = FunctionType(code, vars(module_named(module)), argdefs=defaults, closure=tuple(cells))
-    made.__qualname__ = path
+    made.__qualname__, made.__module__ = path, module_named(module).__name__
     made.__kwdefaults__ = make(node["keyword_defaults"])
     vars(made).update(make(node["attributes"]))
     return made
 
 
 def _describe_cell(cell: CellType, to: Parts) -> Node:
-    """Describes a closure's variable, which several functions may share."""
+    """Describes a closure's variable, which several functions may share. Nothing may be assigned to it yet."""
+    if cell == CellType():
+        return {}
     return {"of": None if id(cell) in to.describer.emptied else to(cell.cell_contents)}
 
 
-def _is_loaded(value: Any) -> bool:
-    return isinstance(value, ModelPatcher | ControlBase | Gligen) or qualified_name(value) == HYPERNETWORK
-
-
-def _describe_loaded(value: Any, to: Parts) -> Node:
-    if to.describer.describe_loaded is None:
-        raise Unsendable("unsendable.object", what=to.what, thing=qualified_name(type(value)))
-    return to.describer.describe_loaded(value, to)
-
-
-def _rebuild_loaded(node: Node, make: Rebuilder) -> Any:
-    loaded = make.load(node["file"])
-    match node["file"]["kind"]:
-        case "control_net":
-            return _control_net_of_a_run(loaded.copy(), node, make)
-        case "hypernetwork":
-            return type(loaded)(loaded.hypernet, node["file"]["strength"])
-    return loaded.model if node["network_alone"] else loaded
-
-
-def _control_net_of_a_run(made: Any, node: Node, make: Rebuilder) -> Any:
-    """A ControlNet is made for one run, so that nothing is left of another one's hint."""
-    vars(made).update(make(node["settings"]))
-    if node["hint"] is not None:
-        made.cond_hint_original = made.cond_hint = make(node["hint"]).to(get_torch_device())
-        made.vae = Encoded(node["compression"])
-    else:
-        made.cond_hint_original = make(node["image"]).movedim(-1, 1)
-        made.extra_concat_orig = make(node["masks"])
-    made.previous_controlnet = make(node["previous"])
-    return made
-
-
-def _is_sampling(value: Any) -> bool:
-    return isinstance(value, nn.Module) and hasattr(value, "percent_to_sigma")
-
-
-def _describe_sampling(sampling: nn.Module, to: Parts) -> Node:
-    kind = type(sampling)  # ComfyUI makes most of these classes in a function, from bases that have a name
-    bases = kind.__bases__ if LOCAL in kind.__qualname__ else (kind,)
-    if kind not in bases and any(map(callable, vars(kind).values())):
-        raise Unsendable("unsendable.sampling", kind=qualified_name(kind))
-    return {
-        "bases": [reference(base, to.what) for base in bases],
-        "attributes": to({name: value for name, value in vars(sampling).items() if name not in vars(nn.Module())}),
-        "buffers": to(dict(sampling.named_buffers())),
-    }
-
-
-def _rebuild_sampling(node: Node, make: Rebuilder) -> nn.Module:
-    made: nn.Module = nn.Module.__new__(type("ModelSampling", tuple(map(named, node["bases"])), {}))
-    nn.Module.__init__(made)
-    vars(made).update(make(node["attributes"]))
-    for name, buffer in make(node["buffers"]).items():
-        made.register_buffer(name, buffer)
-    return made
+def _rebuild_cell(node: Node, make: Rebuilder) -> CellType:
+    return CellType(make(node["of"])) if "of" in node else CellType()
 
 
 def _describe_object(value: Any, to: Parts) -> Node:
     kind = type(value)
-    container = isinstance(value, list | tuple | dict | set | frozenset)
-    if container or isinstance(value, nn.Module) or not hasattr(value, "__dict__") or not is_comfyui(kind):
+    bases = (base for base in kind.__mro__ if not (is_comfyui(base) or is_of_a_pack(base)))
+    if not hasattr(value, "__dict__") or any(base.__module__ not in BASES for base in bases if base is not object):
         raise Unsendable("unsendable.object", what=to.what, thing=qualified_name(kind))
     name = reference(kind, to.what)
     made_anew = SET_BY_EACH_RUN.get(name, ())
@@ -218,69 +178,107 @@ def _describe_object(value: Any, to: Parts) -> Node:
 
 
 def _rebuild_object(node: Node, make: Rebuilder) -> Any:
-    kind = named(node["class"])
-    made = kind.__new__(kind)
+    made = object.__new__(named(node["class"]))  # a pack's own `__new__` may want arguments
     vars(made).update(make(node["attributes"]))
     return made
 
 
-def _of(*types: type) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, types)
-
-
-def _exactly(*types: type) -> Callable[[Any], bool]:
-    return lambda value: type(value) in types
+def _rebuild_random(node: Node, make: Rebuilder) -> random.Random:
+    made = random.Random()
+    made.setstate(make(node["state"]))
+    return made
 
 
 def _is_named(value: Any) -> bool:
-    return isinstance(value, type) or (isinstance(value, FunctionType) and LOCAL not in value.__qualname__)
+    if isinstance(value, FunctionType):
+        return attribute(sys.modules.get(value.__module__), value.__qualname__) is value
+    return isinstance(value, type)
+
+
+def _namespace_of(value: Any) -> ModuleType | None:
+    """Returns the module that has this function of C under its name."""
+    return next((module for module in NAMESPACES if getattr(module, value.__name__, None) is value), None)
+
+
+def _builtin_named(module: str, name: str) -> Any:
+    value = getattr(_module_of_value(module), name)
+    if not isinstance(value, BuiltinFunctionType):
+        raise Refused("worker.reference", name=f"{module}:{name}")
+    return value
+
+
+def _module_value(module: ModuleType, what: str) -> str:
+    known = next((one.__name__ for one in MODULES if one is module), None)
+    return known or module_reference(module.__name__, what, f"the module {module.__name__}")
+
+
+def _module_of_value(name: str) -> ModuleType:
+    return next((one for one in MODULES if one.__name__ == name), None) or module_named(name)
 
 
 KINDS = {  # a value is of the first kind that fits
-    "list": Kind(_exactly(list), lambda value, to: {"items": to.each(value)}, lambda node, make: make(node["items"])),
+    "list": Kind(exactly(list), lambda value, to: {"items": to.each(value)}, lambda node, make: make(node["items"])),
     "merged": Kind(_has_conversion, _describe_merged, lambda node, make: (make(node["of"]), _unconverted())),
     "tuple": Kind(
-        _exactly(tuple, torch.Size),
+        exactly(tuple, torch.Size),
         lambda value, to: {"items": to.each(value)},
         lambda node, make: tuple(make(node["items"])),
     ),
-    "set": Kind(
-        _exactly(set), lambda value, to: {"items": to.each(value)}, lambda node, make: set(make(node["items"]))
+    "named_tuple": Kind(
+        lambda value: isinstance(value, tuple) and hasattr(type(value), "_fields"),
+        lambda value, to: {"class": reference(type(value), to.what), "items": to.each(value)},
+        lambda node, make: named(node["class"])(*make(node["items"])),
     ),
+    "set": Kind(exactly(set), lambda value, to: {"items": to.each(value)}, lambda node, make: set(make(node["items"]))),
     "dict": Kind(
-        _exactly(dict),
+        exactly(dict),
         lambda value, to: {"items": [to.each(item) for item in value.items()]},
         lambda node, make: dict(make(node["items"])),
     ),
-    "tensor": Kind(_of(Tensor), _describe_tensor, _rebuild_tensor),
+    "tensor": Kind(of_types(Tensor), _describe_tensor, _rebuild_tensor),
+    "array": Kind(
+        lambda value: type(value) is numpy.ndarray and value.dtype.kind in "biuf",
+        lambda value, to: {"of": to(torch.from_numpy(value))},
+        lambda node, make: make(node["of"]).numpy(),
+    ),
     "dtype": Kind(
-        _of(torch.dtype),
+        of_types(torch.dtype),
         lambda value, to: {"name": str(value).removeprefix("torch.")},
         lambda node, make: getattr(torch, node["name"]),
     ),
     "device": Kind(
-        _of(torch.device),
+        of_types(torch.device),
         lambda value, to: {"on_cpu": value.type == "cpu"},
         lambda node, make: torch.device("cpu") if node["on_cpu"] else get_torch_device(),
     ),
-    "uuid": Kind(_of(uuid.UUID), lambda value, to: {"text": str(value)}, lambda node, make: uuid.UUID(node["text"])),
+    "uuid": Kind(of_types(uuid.UUID), lambda value, to: {"of": str(value)}, lambda node, make: uuid.UUID(node["of"])),
     "enum": Kind(
-        _of(Enum),
+        of_types(Enum),
         lambda value, to: {"class": reference(type(value), to.what), "name": value.name},
         lambda node, make: named(node["class"])[node["name"]],
     ),
-    "encoded": Kind(
-        _of(Encoded),
-        lambda value, to: {"compression": value.compression},
-        lambda node, make: Encoded(node["compression"]),
-    ),
-    "loaded": Kind(_is_loaded, _describe_loaded, _rebuild_loaded),
+    **MODEL_KINDS,
     "name": Kind(
         _is_named, lambda value, to: {"name": reference(value, to.what)}, lambda node, make: named(node["name"])
     ),
-    "function": Kind(_of(FunctionType), _describe_function, _rebuild_function),
-    "cell": Kind(_of(CellType), _describe_cell, lambda node, make: CellType(make(node["of"]))),
-    "method": Kind(_of(MethodType), _describe_method, lambda node, make: getattr(make(node["of"]), node["name"])),
-    "sampling": Kind(_is_sampling, _describe_sampling, _rebuild_sampling),
+    "function": Kind(of_types(FunctionType), _describe_function, _rebuild_function),
+    "cell": Kind(of_types(CellType), _describe_cell, _rebuild_cell),
+    "method": Kind(of_types(MethodType), _describe_method, _rebuild_method),
+    "partial": Kind(
+        exactly(functools.partial),
+        lambda value, to: {"of": to(value.func), "args": to.each(value.args), "keywords": to(value.keywords)},
+        lambda node, make: functools.partial(make(node["of"]), *make(node["args"]), **make(node["keywords"])),
+    ),
+    "builtin": Kind(
+        lambda value: isinstance(value, BuiltinFunctionType) and _namespace_of(value) is not None,
+        lambda value, to: {"module": _namespace_of(value).__name__, "name": value.__name__},  # type: ignore[union-attr]
+        lambda node, make: _builtin_named(node["module"], node["name"]),
+    ),
+    "module": Kind(
+        of_types(ModuleType),
+        lambda value, to: {"name": _module_value(value, to.what)},
+        lambda node, make: _module_of_value(node["name"]),
+    ),
+    "random": Kind(exactly(random.Random), lambda value, to: {"state": to(value.getstate())}, _rebuild_random),
     "object": Kind(lambda value: True, _describe_object, _rebuild_object),
 }

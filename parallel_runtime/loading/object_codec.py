@@ -1,91 +1,170 @@
 """Describes values in ComfyUI's process (Describer), and makes them again in a worker (Rebuilder). What is in several
 places is described and made once. Both sides of each kind of values stand in kinds.py.
+
+What code of a pack has changed during a run is described in the worker (`Rebuilder.changes`), and given to the same
+values of ComfyUI's process (`Describer.take_back`).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from numbers import Number
 from typing import Any
 
-from torch import Tensor
+from comfy.model_patcher import ModelPatcher
+from torch import Tensor, nn
 
 from ..errors import Refused
 from ..jobs import Described
-from .code_names import Unsendable, qualified_name
-from .kinds import KINDS, Node
+from .code_names import Unsendable, is_of_a_pack, qualified_name
+from .kinds import KINDS
+from .model_kinds import Node
+from .packs import packs_named
 
 PLAIN = bool | int | float | str | None
+RETURNED = ("list", "dict", "object")  # kinds of values that code of a pack may change
 DescribeLoaded = Callable[[Any, "Parts"], Node]
 LoadAdditional = Callable[[Node], Any]
 
 
 class Describer:
-    """Describes values that are sent together. `describe_loaded` describes what ComfyUI has loaded from a file besides
-    the MODEL's network."""
+    """Describes values that are sent together. `model` is the MODEL that is sampled, to which they may refer.
+    `describe_loaded` describes what ComfyUI has loaded from a file besides the MODEL's network. `known` are values that
+    the other process has, by their numbers. Without `packs`, it takes no code of packs."""
 
-    def __init__(self, describe_loaded: DescribeLoaded | None = None) -> None:
+    def __init__(
+        self,
+        model: ModelPatcher | None = None,
+        describe_loaded: DescribeLoaded | None = None,
+        known: dict[int, Any] | None = None,
+        *,
+        packs: bool = True,
+    ) -> None:
+        self.model = model
+        self._takes_packs = packs
         self.describe_loaded = describe_loaded
         self.emptied: set[int] = set()  # the ids of cells whose contents each run makes anew
         self.tensors: dict[str, Tensor] = {}
-        self._numbers: dict[int, int] = {}
-        self._alive: list[Any] = []  # keeps the described values alive, so that no other gets the id of one
+        self.packs: dict[str, None] = {}  # PACK@FINGERPRINT of the code that is named
+        self.code: list[Any] = []  # functions and objects of packs
+        self.names_network = False  # is a part of the sampled network among the values?
+        self._values = dict(known or {})  # by number; alive, so that no other value gets the id of one
+        self._numbers = {id(value): number for number, value in self._values.items()}
+        self._next_number = max(self._values, default=-1) + 1
 
-    def describe(self, value: Any, what: str) -> Any:
-        """Describes `value`. Raises Unsendable, naming `what`, for anything that workers cannot have."""
+    def describe(self, value: Any, what: str, *, of_pack: bool = False) -> Any:
+        """Describes `value`, which is a pack's if `of_pack`. Raises Unsendable, naming `what`, for anything that the
+        workers cannot have."""
         numbers, tensors = len(self._numbers), len(self.tensors)
         try:
-            return self.node(value, what, ())
+            return self.node(value, Parts(self, what, (), of_pack))
         except Unsendable:  # the worker will make none of its parts
             for known, before in ((self._numbers, numbers), (self.tensors, tensors)):
                 while len(known) > before:
                     known.popitem()
             raise
 
+    @functools.cached_property
+    def network_paths(self) -> dict[int, str]:
+        """The paths of the modules of the sampled network, by id."""
+        network = getattr(self.model and self.model.model, "diffusion_model", None)
+        if network is None:
+            return {}
+        network = vars(network).get("network", network)  # of a MODEL without weights
+        paths = {id(module): path for path, module in network.named_modules()}
+        for replaced in self.model.object_patches.values() if self.model else ():  # in their place, if that is loaded
+            for module in replaced.modules() if isinstance(replaced, nn.Module) else ():
+                paths.pop(id(module), None)
+        return paths
+
     def described(self, values: dict[Any, Any]) -> Described:
         """Returns what this describer has made of several values, in this order, as one dict."""
         return Described({"kind": "dict", "items": [[name, node] for name, node in values.items()]}, self.tensors)
 
-    def node(self, value: Any, what: str, around: tuple[int, ...]) -> Any:
-        """`around`: the ids of the values around this one."""
+    def node(self, value: Any, of: Parts) -> Any:
+        """Describes one part of a value."""
         if isinstance(value, Number) and not isinstance(value, Enum):
             value = getattr(value, "item", lambda: value)()  # numpy's numbers have one
         if isinstance(value, PLAIN) and not isinstance(value, Enum):
             return value
         if id(value) in self._numbers:
             return {"kind": "same", "number": self._numbers[id(value)]}
-        if id(value) in around:
-            raise Unsendable("unsendable.loop", what=what, thing=qualified_name(value))
+        if id(value) in of.around:
+            raise Unsendable("unsendable.loop", what=of.what, thing=qualified_name(value))
+        of_pack = of.of_pack or _is_code_of_a_pack(value)
         kind = next(name for name, row in KINDS.items() if row.fits(value))
-        node = {"kind": kind, **KINDS[kind].describe(value, Parts(self, what, (*around, id(value))))}
-        self._alive.append(value)
-        return {**node, "number": self._numbers.setdefault(id(value), len(self._numbers))}
+        node = {"kind": kind, **KINDS[kind].describe(value, Parts(self, of.what, (*of.around, id(value)), of_pack))}
+        self._note_pack(node, of.what)
+        if _is_code_of_a_pack(value):
+            self.code.append(value)
+        number = self._numbers[id(value)] = self._next_number
+        self._values[number] = value
+        self._next_number += 1
+        return {**node, "number": number, "returned": of_pack and kind in RETURNED}
+
+    def _note_pack(self, node: Node, what: str) -> None:
+        for name in (node.get("name"), node.get("class"), *node.get("bases", ())):
+            if packs := packs_named(str(name)):
+                if not self._takes_packs:
+                    raise Unsendable("unsendable.foreign", what=what, thing=str(name))
+                self.packs |= dict.fromkeys(packs)
+
+    def take_back(self, changes: Described) -> None:
+        """Gives the lists, dicts and objects of packs what the run has left in them."""
+        for number, contents in Rebuilder(changes.tensors, made=self._values)(changes.tree).items():
+            value = self._values[number]
+            if isinstance(value, list):
+                value[:] = contents
+            else:
+                attributes = value if isinstance(value, dict) else vars(value)
+                attributes.clear()
+                attributes.update(contents)
+
+
+def _is_code_of_a_pack(value: Any) -> bool:
+    """Is this a function or object of a pack, or a SAMPLER with a function of one?"""
+    value = getattr(value, "sampler_function", value)
+    while isinstance(value, functools.partial):
+        value = value.func
+    return is_of_a_pack(value)
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Describes the parts of a value that is part of `what`. `around` are the ids of that value and those around it."""
+    """Describes the parts of a value that is part of `what`. `around` are the ids of that value and those around it,
+    one of which is a pack's if `of_pack`."""
 
     describer: Describer
     what: str
     around: tuple[int, ...]
+    of_pack: bool
 
     def __call__(self, part: Any) -> Any:
-        return self.describer.node(part, self.what, self.around)
+        return self.describer.node(part, self)
 
     def each(self, parts: Iterable[Any]) -> list[Any]:
         return [self(part) for part in parts]
 
 
 class Rebuilder:
-    """Makes again what one Describer has described. `load_additional` loads models that it has described by a file."""
+    """Makes again what one Describer has described. `load_additional` loads models that it has described by a file;
+    `patcher` is this process's MODEL for the one that is sampled; `made` are values that this process has, by their
+    numbers."""
 
-    def __init__(self, tensors: dict[str, Tensor], load_additional: LoadAdditional | None = None) -> None:
-        self.tensors = tensors
+    def __init__(
+        self,
+        tensors: dict[str, Tensor],
+        load_additional: LoadAdditional | None = None,
+        patcher: ModelPatcher | None = None,
+        made: dict[int, Any] | None = None,
+    ) -> None:
+        self.tensors, self.patcher = tensors, patcher
         self._load_additional = load_additional
-        self._made: dict[int, Any] = {}
+        self._made = dict(made or {})
+        self._before: dict[int, Any] = {}  # by number: the state of what code of packs may change
 
     def __call__(self, node: Any) -> Any:
         if isinstance(node, list):
@@ -97,6 +176,8 @@ class Rebuilder:
         made = KINDS[node["kind"]].rebuild(node, self)
         if "number" in node:
             self._made[node["number"]] = made
+            if node["returned"]:
+                self._before[node["number"]] = _state(_contents(made))
         return made
 
     def load(self, file: Node) -> Any:
@@ -104,6 +185,49 @@ class Rebuilder:
             raise Refused("patch.place", path=file["path"])
         return self._load_additional(file)
 
+    def changes(self) -> tuple[Described, list[str]]:
+        """Describes what lists, dicts and objects of packs have in them by now, by their numbers, where that has
+        changed; and says why some cannot be described."""
+        describer = Describer(self.patcher, known=self._made)
+        changed, lost = {}, []
+        for number, before in self._before.items():
+            contents = _contents(self._made[number])
+            now = _state(contents)
+            if len(now) != len(before) or not all(map(_is_same, before, now)):
+                try:
+                    changed[number] = describer.describe(contents, qualified_name(type(self._made[number])))
+                except Unsendable as reason:
+                    lost.append(str(reason))
+        return describer.described(changed), lost
+
 
 def rebuild(described: Described, load_additional: LoadAdditional | None = None) -> Any:
     return Rebuilder(described.tensors, load_additional)(described.tree)
+
+
+def described_plainly(value: dict[Any, Any]) -> Described:
+    """Describes a dict of plain values."""
+    describer = Describer()
+    return describer.described({key: describer.describe(part, str(key)) for key, part in value.items()})
+
+
+def _contents(made: Any) -> Any:
+    """Returns what is in a list or dict, or the attributes of an object, as a new list or dict."""
+    return list(made) if isinstance(made, list) else dict(made if isinstance(made, dict) else vars(made))
+
+
+def _state(contents: list[Any] | dict[Any, Any]) -> list[tuple[Any, Any, float]]:
+    items = enumerate(contents) if isinstance(contents, list) else contents.items()
+    return [(key, value, _version(value)) for key, value in items]
+
+
+def _is_same(before: tuple[Any, Any, float], now: tuple[Any, Any, float]) -> bool:
+    (key, value, version), (other_key, other, other_version) = before, now
+    same = value is other or (isinstance(value, PLAIN) and type(value) is type(other) and value == other)
+    return key == other_key and same and version == other_version
+
+
+def _version(value: Any) -> float:
+    if not isinstance(value, Tensor):
+        return 0
+    return float(value.detach().double().sum()) if value.is_inference() else value._version

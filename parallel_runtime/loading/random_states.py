@@ -1,13 +1,24 @@
-"""Where torch's random generators stand, of the CPU and of one device: read here, set in another process."""
+"""Where random generators stand, torch's of the CPU and of one device, Python's and numpy's: read here, set in another
+process."""
 
 from __future__ import annotations
 
+import random
+
+import numpy
 import torch
 from torch import Tensor
 
 
 def random_states(device: torch.device) -> dict[str, Tensor]:
-    states = {"cpu": torch.get_rng_state()}
+    version, words, gauss = random.getstate()
+    _, numpy_words, *numpy_rest = numpy.random.get_state()
+    states = {
+        "cpu": torch.get_rng_state(),
+        "python": torch.tensor([version, *words]),
+        "python normal": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+        "numpy": torch.tensor([float(word) for word in (*numpy_words, *numpy_rest)], dtype=torch.float64),
+    }
     if device.type != "cpu":
         states[device.type] = torch.get_device_module(device).get_rng_state(device)
     return states
@@ -15,5 +26,9 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
 
 def set_random_states(states: dict[str, Tensor], device: torch.device) -> None:
     torch.set_rng_state(states["cpu"])
+    version, *words = states["python"].tolist()
+    random.setstate((version, tuple(words), *(states["python normal"].tolist() or [None])))
+    *numpy_words, position, has_gauss, gauss = states["numpy"].tolist()
+    numpy.random.set_state(("MT19937", numpy.array(numpy_words).astype("uint32"), int(position), int(has_gauss), gauss))
     if device.type != "cpu" and device.type in states:
         torch.get_device_module(device).set_rng_state(states[device.type], device)

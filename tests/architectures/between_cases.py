@@ -64,7 +64,9 @@ def refused(rank: int, world: int, name: str, kind: str) -> str:
 
 
 class Counting:
-    """Somebody else's attention: ComfyUI's, with its output scaled, and it counts."""
+    """Somebody else's attention: ComfyUI's, with its output scaled, and it counts. Each head is computed by itself."""
+
+    context_parallel = "each head"
 
     def __init__(self) -> None:
         self.calls = 0
@@ -74,10 +76,12 @@ class Counting:
         return 0.9 * func(*args, **kwargs)
 
 
-def overridden(rank: int, world: int, name: str, ring: int, ulysses: int) -> dict[str, Any]:
+def overridden(rank: int, world: int, name: str, ring: int, ulysses: int, says_so: bool = True) -> dict[str, Any]:
     """Another node's optimized_attention_override, in the divided network and in the plain one."""
     network, inputs = made(name)
     alone, together = Counting(), Counting()
+    if not says_so:
+        together.context_parallel = ""
     wants = forward(network, inputs, optimized_attention_override=alone)
     try:
         got = divided_forward(network, inputs, ring, ulysses, optimized_attention_override=together)

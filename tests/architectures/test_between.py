@@ -95,6 +95,13 @@ def test_another_nodes_attention_is_refused_in_a_ring(networks: Groups) -> None:
         assert "ring_degree to 1" in answer["refused"]
 
 
+def test_another_nodes_attention_is_refused_by_heads_if_it_does_not_say_that_it_computes_each_by_itself(
+    networks: Groups,
+) -> None:
+    for answer in _run(networks, 1, 2, "overridden", name="wan", says_so=False):
+        assert "does not say that it computes each head by itself" in answer["refused"]
+
+
 def test_names_in_comfyuis_modules_are_given_back_after_the_last_network(networks: Groups) -> None:
     for answer in networks(2).run("tests.architectures.between_cases:names_restored"):
         assert answer["wrapped"]

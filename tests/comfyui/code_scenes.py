@@ -6,6 +6,7 @@ import logging
 import os
 import tempfile
 import traceback
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ import comfy.model_base  # isort: skip
 import comfy.ops  # isort: skip
 import comfy.quant_ops  # isort: skip
 import comfy.samplers  # isort: skip
+import folder_paths  # isort: skip
 from comfy.model_patcher import ModelPatcher  # isort: skip
 from comfy_extras.nodes_hypernetwork import load_hypernetwork_patch  # isort: skip
 from comfy_extras.nodes_tomesd import TomePatchModel  # isort: skip
@@ -32,7 +34,7 @@ code, evaluation, workers = (
 specs, errors = pack_module("parallel_runtime.specs"), pack_module("parallel_runtime.errors")
 architecture_of = pack_module("parallel_runtime.architectures").architecture_of
 network_stats = pack_module("parallel_runtime.planning.network_stats")
-codec, names = pack_module("parallel_runtime.loading.object_codec"), pack_module("parallel_runtime.loading.code_names")
+codec, packs = pack_module("parallel_runtime.loading.object_codec"), pack_module("parallel_runtime.loading.packs")
 
 
 def made_again(rank: int, world: int, **changed: str) -> str:
@@ -97,6 +99,36 @@ def _refusal_of(value: Any, what: str) -> str:
     return ""
 
 
+def packs_imported(rank: int, world: int) -> dict[str, str]:
+    """Why a worker does not import a pack, "" where it does: one that is there, with other files, that is not there,
+    outside of the folder, that fails, and whose file has changed since the process began."""
+    folder, seconds = Path(tempfile.mkdtemp()), packs.STARTED - 60
+    folder_paths.add_model_folder_path("custom_nodes", str(folder))
+    (folder / "there").mkdir()
+    for name, source in ("there/__init__.py", "VALUE = 3"), ("failing.py", "raise SystemExit(3)"), ("new.py", ""):
+        (folder / name).write_text(source)
+        os.utime(folder / name, (seconds, seconds))
+    known = {name: packs.pack_fingerprint(str(folder / name)) for name in ("there", "failing.py")}
+    os.utime(folder / "new.py", (packs.STARTED + 60, packs.STARTED + 60))
+    asked = {
+        "there": f"there@{known['there']}",
+        "other": "there@0123456789ab",
+        "missing": "nowhere@0123456789ab",
+        "outside": f"../{folder.name}/there@{known['there']}",
+        "failing": f"failing.py@{known['failing.py']}",
+        "new": "new.py@0123456789ab",
+    }
+    return {what: _why_not_imported(pack) for what, pack in asked.items()}
+
+
+def _why_not_imported(pack: str) -> str:
+    try:
+        packs.import_pack(pack)
+    except errors.Refused as refused:
+        return str(refused)
+    return ""
+
+
 def outside_of_a_run(rank: int, world: int) -> str:
     """What a pack hears that calls the network of CP Load Diffusion Model by itself."""
     try:
@@ -136,7 +168,7 @@ def too_large(rank: int, world: int, of_hook: bool) -> str:
     try:
         if of_hook:
             hooks = comfy.hooks.create_hook_model_as_lora(weights, None, 0.5, 0.0)
-            node_module("describe.sampling_job").describe_conds({"positive": [{"hooks": hooks}]}, {}, None)
+            node_module("describe.sampling_job").describe_conds({"positive": [{"hooks": hooks}]}, {}, code.describer())
         model, cpu = torch.nn.Module(), torch.device("cpu")
         for name, weight in weights.items():
             model.register_parameter(name, torch.nn.Parameter(weight, requires_grad=False))

@@ -160,6 +160,8 @@ def _furnish(base: Path) -> None:
     output.mkdir()  # ComfyUI makes input, user and temp, but not this one
     (nodes / "context-parallel-sampler").symlink_to(OUR_ROOT)
     (nodes / "cp_test_nodes").symlink_to(Path(__file__).absolute().parent / "rig_nodes")
+    for name in ("cp_unimportable", "cp_fatal"):
+        (nodes / name).symlink_to(Path(__file__).absolute().parent / "rig_unimportable")
     write_models(base / "models")
 
 

@@ -222,6 +222,16 @@ def test_an_object_whose_class_is_in_no_module_of_comfyuis_is_refused_as_what_it
     assert "is made by a function of ComfyUI's as it runs" in answer
 
 
+def test_a_worker_imports_a_pack_of_the_same_files_alone_and_says_why_not_another(alone: Group) -> None:
+    (why,) = alone.run(f"{CODE}packs_imported")
+    assert why["there"] == ""
+    assert "has other files than that of ComfyUI's process" in why["other"]
+    assert re.search(r"the pack nowhere is not in .*install it there", why["missing"])
+    assert "is not part of ComfyUI" in why["outside"]
+    assert "cannot be imported in a worker (SystemExit: 3)" in why["failing"]
+    assert "new.py has changed since ComfyUI was started" in why["new"]
+
+
 def test_a_hypernetwork_of_no_file_is_refused_with_the_folder_that_lacks_it(alone: Group) -> None:
     (sentence,) = alone.run(f"{CODE}hypernetwork_of_no_file")
     assert sentence.startswith("attn1_patch contains a comfy_extras.nodes_hypernetwork.load_hypernetwork_patch")

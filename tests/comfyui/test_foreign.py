@@ -178,19 +178,28 @@ def test_one_line_of_the_log_says_why_the_loop_stays_in_comfyuis_process(server:
     assert "Residuals" in lines[0]
 
 
-@pytest.mark.parametrize(
-    ("picture", "says"),
-    [
-        (lambda parallel: with_attention_patch(plain(FLUX, parallel)), r"attn1_patch .*cp_test_nodes.*_leave_alone"),
-        (on_the_model("CPTestForeignWrapper", kind="no_file"), "does not say which file"),
-    ],
-    ids=["code inside blocks", "loader of a pack"],
-)
-def test_what_only_the_network_could_run_is_refused_by_name(server: Server, picture: Picture, says: str) -> None:
+def test_a_loader_that_names_no_file_is_refused_by_name_before_a_worker_starts(server: Server) -> None:
     before = server.children()
-    with pytest.raises(NodeError, match=rf"(?s)Refused: .*{says}.*(remove it|take the MODEL from)"):
-        server.client.run(picture(RING_2))
+    with pytest.raises(NodeError, match=r"(?s)Refused: .*does not say which file.*take the MODEL from"):
+        server.client.run(on_the_model("CPTestForeignWrapper", kind="no_file")(RING_2))
     assert server.children() == before
+
+
+def test_a_patch_that_sees_all_tokens_is_refused_the_degrees_that_split_them(server: Server) -> None:
+    with pytest.raises(NodeError, match=r"attn1_patch of _leave_alone cannot be split by sequence.*set both to 0"):
+        server.client.run(with_attention_patch(plain(FLUX, RING_2)))
+
+
+def test_code_that_refers_to_parts_of_the_network_is_refused_the_degrees_that_split_it(server: Server) -> None:
+    with pytest.raises(NodeError, match=r"a pack's code that refers to parts of it cannot be split by sequence"):
+        server.client.run(on_the_model("CPTestTampered", kind="meanwhile")(RING_2))
+
+
+def test_a_network_that_a_pack_changes_during_a_run_is_refused_the_degrees_that_split_it(server: Server) -> None:
+    with pytest.raises(
+        NodeError, match=r"a pack's code changes Flux of the network during the run; take that node out"
+    ):
+        server.client.run(on_the_model("CPTestTampered", kind="meanwhile, where it runs")(RING_2))
 
 
 @pytest.mark.parametrize(
@@ -198,7 +207,6 @@ def test_what_only_the_network_could_run_is_refused_by_name(server: Server, pict
     [
         ("method", "Flux.forward_orig"), ("block", r"double_blocks\.0\.forward"),
         ("hook", r"a hook on double_blocks\.0"),
-        ("meanwhile", "Flux.forward_orig"), ("meanwhile, where it runs", "Flux.forward_orig"),
     ],
 )  # fmt: skip
 def test_code_put_onto_the_network_itself_is_refused_by_name(server: Server, kind: str, says: str) -> None:

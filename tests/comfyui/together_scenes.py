@@ -167,7 +167,7 @@ def rows_sampled(rank: int, world: int, patches: str, of_guider: bool) -> dict[s
     )  # fmt: skip
     sampler, sigmas = comfy.samplers.sampler_object("euler"), torch.linspace(1, 0, 3)
     call = sampling_job.OuterSample(torch.randn(LATENT), torch.zeros(LATENT), sampler, sigmas, seed=1)
-    job = sampling_job.describe_job(guider, described, call)
+    job, _, _ = sampling_job.describe_job(guider, described, call)
     sampling.run(model, job, _progress())
     return {"planned": described.batch_coupled, "sent": job.batch_coupled, "rows": seen}
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ...accelerators import FALLBACK
+from ...architectures.block_patches import attends_each_head
 from ...architectures.split_plan import AttentionSpec, AttentionSpecs, Cross, Window
 from ...errors import Refused
 from ...request import AttentionBackend
@@ -182,6 +183,8 @@ class AttentionOverride(BackendOverride):
         `end`."""
         if previous is not None and self._mesh.ring.size > 1:
             raise Refused("attention.node", widget="ring_degree", option=OVERRIDE)
+        if previous is not None and not attends_each_head(previous):
+            raise Refused("attention.all_heads", option=OVERRIDE)
         self.previous = previous
         _ACTIVE[:] = [self]
 

@@ -23,12 +23,15 @@ from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 
 from ...engine.comm.mesh import MeshDim
+from ...engine.comm.ranks import rank
 from ...engine.comm.votes import refuse_on_all_ranks
 from ...engine.pipeline.pipefusion import PipeFusion
 from ...errors import Refused
-from ...jobs import TWO_MODEL_GUIDERS, Described, SamplingJob
+from ...jobs import TWO_MODEL_GUIDERS, SamplingJob
 from ...loading.code_names import named
-from ...loading.object_codec import rebuild
+from ...loading.object_codec import Rebuilder, described_plainly
+from ...loading.pack_globals import changed_globals, set_globals
+from ...loading.packs import import_pack, packs_named
 from ...loading.random_states import random_states, set_random_states
 from ..batch_groups import all_gather, entry_by_entry, local_items
 from ..kernel_advice import kernel_advice
@@ -37,6 +40,7 @@ from ..step_cache import StepCache
 from .comfy_model import ComfyModel
 from .control_division import divided, of_conds, own_entries
 from .patcher import RankPatcher
+from .unchanged import Unchanged
 
 KEY = "context_parallel"
 SIGMA_TOLERANCE = 1e-3  # as a share of a step: samplers may compute the same noise level differently
@@ -47,7 +51,8 @@ OnStep = Callable[[int, Tensor, Tensor, int], None]
 
 def run(model: ComfyModel, job: SamplingJob, progress: Progress) -> dict[str, Any]:
     """Returns {"samples": the guider's result, "last": the last step's (step, x0, x, total), or None, "skipped": the
-    step cache's [evaluations skipped, evaluations], or None, "random_states": as the run left them}."""
+    step cache's [evaluations skipped, evaluations], or None, "random_states": as the run left them, "changes" and
+    "globals": what it has left in objects and global variables of packs, "lost": why some of that cannot be sent}."""
     last: tuple[int, Tensor, Tensor, int] | None = None
 
     def on_step(step: int, x0: Tensor, x: Tensor, total: int) -> None:
@@ -55,19 +60,27 @@ def run(model: ComfyModel, job: SamplingJob, progress: Progress) -> dict[str, An
         last = (step, x0, x, total)
         progress.step(step, total, x0, x)
 
+    import_packs(job.packs)
+    pairs = model.with_partner(job.weight_patches)
+    patchers = [of_model.clone(weight_patches, progress.loading) for of_model, weight_patches in pairs]
+    patcher = patchers[0]
     with model.additional.of_job(model) as load_additional:
-        made = rebuild(job.described, load_additional)
-    models = zip(model.with_partner(job.weight_patches), made["models"], strict=True)
-    patchers = [_patcher(*pair, on_model, job, progress) for pair, on_model in models]
-    patcher, conds = patchers[0], made["conds"]
+        rebuilder = Rebuilder(job.described.tensors, load_additional, patcher)
+        made = rebuilder(job.described.tree)
+    set_globals(made["globals"])
+    for (of_model, _), made_patcher, on_model in zip(pairs, patchers, made["models"], strict=True):
+        _put_on(made_patcher, of_model, on_model, job)
+    conds, guider = made["conds"], _guider(job, patchers, made)
     controls = of_conds(conds)
     patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, Branches(model, job, progress))
     together = job.batch_coupled or job.images_coupled
-    wrapper = _apply_model_wrapper(model, progress, batch_coupled=together)
-    patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, wrapper)
     wrapper = _control_wrapper(controls, model, batch_coupled=together)
     patcher.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, KEY, wrapper)
     model.load(patchers, controls)
+    splits = model.parallelism.splits_tokens or model.stages is not None
+    unchanged = Unchanged(model.network) if job.packs and splits else None
+    wrapper = _apply_model_wrapper(model, progress, unchanged, batch_coupled=together)
+    patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, wrapper)
     model.clear_kv_cache()
     model.benchmarked.clear()  # one that failed is repeated
     progress.heartbeat()
@@ -75,17 +88,29 @@ def run(model: ComfyModel, job: SamplingJob, progress: Progress) -> dict[str, An
     in_patches = with_pipefusion(pipefusion, patcher, job.sigmas, warmup_steps) if pipefusion else nullcontext()
     set_random_states(job.random_states, model.device)
     with with_step_cache(model, patcher) as cache, in_patches, patcher.state_dict_of_file():
-        samples = _sample(job, _guider(job, patchers, made), made["sampler"], on_step)
+        samples = _sample(job, guider, made["sampler"], on_step)
     skipped = cache.counts(shared=not job.batch_coupled) if cache else None
-    return {"samples": samples, "last": last, "skipped": skipped, "random_states": random_states(model.device)}
+    attributes = made["guider_attributes"]
+    attributes.update({name: value for name, value in vars(guider).items() if name in attributes})
+    changes, lost = rebuilder.changes()
+    return {
+        "samples": samples, "last": last, "skipped": skipped, "random_states": random_states(model.device),
+        "changes": changes, "globals": described_plainly(changed_globals(made["globals"])), "lost": lost,
+    }  # fmt: skip
 
 
-def _patcher(
-    model: ComfyModel, weight_patches: Described | None, on_model: list[Any], job: SamplingJob, progress: Progress
-) -> RankPatcher:
-    """Returns the host's MODEL, made again, with what nodes/describe/sampling_job.py has described `on_model`."""
+def import_packs(packs: Sequence[str]) -> None:
+    """Imports PACK@FINGERPRINTs: rank 0 first, since packs may write files then, and the others after it. Raises
+    Refused on all ranks where one cannot. Collective."""
+    for first in (True, False):
+        with refuse_on_all_ranks():
+            for pack in packs if first == (rank() == 0) else ():
+                import_pack(pack)
+
+
+def _put_on(patcher: RankPatcher, model: ComfyModel, on_model: list[Any], job: SamplingJob) -> None:
+    """Puts on the clone of a model what nodes/describe/sampling_job.py has described `on_model`."""
     objects, options, wrappers, callbacks = on_model
-    patcher = model.clone(weight_patches, progress.loading)
     if job.mask is not None:
         patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, _mask_wrapper(job.mask, patcher.load_device))
     for name, value in objects.items():
@@ -99,7 +124,6 @@ def _patcher(
         patcher.model_options["transformer_options"].setdefault("optimized_attention_override", model.attention)
     if model.stages is not None and job.batch_coupled:
         patcher.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, model.stages.shared_forward)
-    return patcher
 
 
 def _mask_wrapper(mask: Tensor, device: torch.device) -> Callable[..., Tensor]:
@@ -115,11 +139,15 @@ def _mask_wrapper(mask: Tensor, device: torch.device) -> Callable[..., Tensor]:
     return sample
 
 
-def _apply_model_wrapper(model: ComfyModel, progress: Progress, *, batch_coupled: bool) -> Callable[..., Any]:
+def _apply_model_wrapper(
+    model: ComfyModel, progress: Progress, unchanged: Unchanged | None, *, batch_coupled: bool
+) -> Callable[..., Any]:
     """Returns an APPLY_MODEL wrapper that reports each evaluation and divides its entries over the batch groups."""
 
     def apply(executor: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         progress.before_evaluation()
+        if unchanged is not None:
+            unchanged.check()
         evaluate = partial(entry_by_entry, executor) if model.stages and not batch_coupled else executor
         with kernel_advice(model, x):
             return model.data_parallel(evaluate, x.shape[0], x, *args, batch_coupled=batch_coupled, **kwargs)
@@ -138,7 +166,9 @@ def _control_wrapper(controls: list[ControlBase], model: ComfyModel, *, batch_co
 
 
 def _sample(job: SamplingJob, guider: comfy.samplers.CFGGuider, sampler: Any, on_step: OnStep) -> Tensor:
-    samples = guider.sample(
+    # What a pack's guider does in a `sample` of its own has run in ComfyUI's process.
+    samples = comfy.samplers.CFGGuider.sample(
+        guider,
         _unpacked(job.noise, job),
         _unpacked(job.latent, job),
         sampler,
@@ -153,9 +183,14 @@ def _sample(job: SamplingJob, guider: comfy.samplers.CFGGuider, sampler: Any, on
 def _guider(job: SamplingJob, patchers: Sequence[ModelPatcher], made: dict[str, Any]) -> comfy.samplers.CFGGuider:
     """Returns the host's guider, of two MODELs also where these are one."""
     models = (patchers[0], patchers[-1]) if job.guider in TWO_MODEL_GUIDERS else (patchers[0],)
-    guider = named(job.guider)(*models)
+    kind = named(job.guider)
+    guider: comfy.samplers.CFGGuider = object.__new__(kind)  # a pack's may be made from other arguments
+    initialize = comfy.samplers.CFGGuider.__init__ if packs_named(job.guider) else kind.__init__
+    initialize(guider, *models)
     vars(guider).update(made["guider_attributes"])
-    guider.inner_set_conds({name: [[None, cond] for cond in branch] for name, branch in made["conds"].items()})
+    comfy.samplers.CFGGuider.inner_set_conds(
+        guider, {name: [[None, cond] for cond in branch] for name, branch in made["conds"].items()}
+    )
     return guider
 
 

@@ -10,6 +10,7 @@ from .foreign import ForeignGuider, ForeignSampler
 from .graph_ends import Conditioning, Latent, SaveLatent, Wait
 from .odd_conditions import OddCondition
 from .one_ulp import OneUlp
+from .pack_code import NODES as PACK_CODE
 from .pictures import Draw, Heard, Pictures, SaveConcat, SavePictures, Seed, Seen
 from .refusables import AttentionPatch, Control, ForeignWrapper, RealControl, Tampered
 from .shapes import NODES as SHAPES
@@ -30,7 +31,7 @@ class TestNodes(ComfyExtension):
             ForeignWrapper,
             Tampered,
         ]
-        return [*ends, *pictures, *foreign, *TINY_MODELS, *SHAPES]
+        return [*ends, *pictures, *foreign, *PACK_CODE, *TINY_MODELS, *SHAPES]
 
 
 async def comfy_entrypoint() -> ComfyExtension:

@@ -1,0 +1,168 @@
+"""Custom node packs: ComfyUI's process and the workers import the same files, under the names that ComfyUI gives them.
+
+A module of a pack is known as `custom_nodes/PACK@FINGERPRINT/MODULE`: ".a.b" below the pack's package, "" for that
+itself, or the whole name of a module that the pack has put onto sys.path. A worker imports a pack when a job names it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import folder_paths
+import torch
+
+from ..errors import Refused, WorkerLost, say
+from .fingerprint import fingerprint
+
+PREFIX = "custom_nodes/"
+FAILURES = ("pack.missing", "pack.other", "pack.fails")
+OURS = os.path.realpath(Path(__file__).parents[2])
+STARTED = time.time()  # this process has what files were before
+unusable: dict[str, str] = {}  # in ComfyUI's process, by PACK@FINGERPRINT: why workers have failed to import it
+proven: set[str] = set()  # in ComfyUI's process: those that workers have imported
+
+
+def pack_of(module: str) -> tuple[str, str] | None:
+    """Returns the folder of custom nodes and the name of the pack whose module of this process this is; None for none,
+    and for ours."""
+    return _pack_of(getattr(sys.modules.get(module), "__file__", None) or "")
+
+
+@functools.cache
+def _pack_of(file: str) -> tuple[str, str] | None:
+    for folder in folder_paths.get_folder_paths("custom_nodes") if file else ():
+        for path in (os.path.abspath, os.path.realpath):  # a pack may be a link
+            if path(file).startswith(path(folder) + os.sep):
+                pack = os.path.relpath(path(file), path(folder)).split(os.sep)[0]
+                return None if os.path.realpath(os.path.join(folder, pack)) == OURS else (folder, pack)
+    return None
+
+
+def pack_reference(module: str) -> str | None:
+    """Returns a module of a pack as the workers know it; None for any other. Raises Refused where the pack's files have
+    changed since this process began."""
+    if (found := pack_of(module)) is None:
+        return None
+    folder, pack = found
+    path = os.path.join(folder, pack)
+    own = module_of_pack(path)
+    inside = module.removeprefix(own) if module == own or module.startswith(f"{own}.") else module
+    return f"{PREFIX}{pack}@{pack_fingerprint(path)}/{inside}"
+
+
+def packs_named(reference: str) -> list[str]:
+    """Returns PACK@FINGERPRINT of a pack's module, class or function; nothing for one of ComfyUI's."""
+    return [reference.removeprefix(PREFIX).partition("/")[0]] if reference.startswith(PREFIX) else []
+
+
+def module_of_pack(path: str) -> str:
+    """Returns the name that ComfyUI's `load_custom_node` gives the module of the pack at `path`."""
+    return path.replace(".", "_x_") if os.path.isdir(path) else os.path.splitext(path)[0]
+
+
+@functools.cache
+def pack_fingerprint(path: str) -> str:
+    """Fingerprints the source files of the pack at `path`, a folder or one file. Raises Refused where one has changed
+    since this process began."""
+    parts: list[str | bytes] = []
+    for file in sorted(Path(path).rglob("*.py")) if os.path.isdir(path) else [Path(path)]:
+        if file.stat().st_mtime > STARTED:
+            raise Refused("pack.changed", pack=os.path.basename(path), file=str(file))
+        parts += [str(file.relative_to(path)), file.read_bytes()]
+    return fingerprint(*parts)[:12]
+
+
+def note_failed_import(packs: list[str], error: Refused | WorkerLost) -> bool:
+    """Remembers which of these packs workers cannot import: of the one that they refused by name, true is returned; or
+    all that they have imported for the first time where they ended meanwhile."""
+    if isinstance(error, WorkerLost):
+        is_known = error.cause is not None and error.cause.kind == "out_of_memory"
+        unusable.update(
+            {pack: say("pack.fatal", reason=str(error)) for pack in packs if not (is_known or pack in proven)}
+        )
+        return False
+    failed = [pack for pack in packs if pack.rpartition("@")[0] == error.values.get("pack")]
+    unusable.update(dict.fromkeys(failed, error.sentence))
+    return error.code in FAILURES and bool(failed)
+
+
+def pack_module(reference: str) -> ModuleType:
+    """Returns a pack's module by its reference, and imports it if need be. Raises Refused."""
+    pack, _, inside = reference.removeprefix(PREFIX).partition("/")
+    own = import_pack(pack)
+    name = own + inside if not inside or inside.startswith(".") else inside
+    module = importlib.import_module(name)
+    if pack_of(name) is None:
+        raise Refused("worker.reference", name=reference)
+    return module
+
+
+def import_pack(pack: str) -> str:
+    """Imports PACK@FINGERPRINT as ComfyUI does, and returns its module's name. Raises Refused where it is not there,
+    has other files, or fails."""
+    name, _, expected = pack.rpartition("@")
+    if os.path.basename(name) != name:
+        raise Refused("worker.reference", name=pack)
+    folders = folder_paths.get_folder_paths("custom_nodes")
+    path = next((path for folder in folders if os.path.exists(path := os.path.join(folder, name))), None)
+    if path is None:
+        raise Refused("pack.missing", pack=name, folders=folders)
+    if pack_fingerprint(path) != expected:
+        raise Refused("pack.other", pack=name, path=path)
+    module = module_of_pack(path)
+    if module not in sys.modules:
+        _import(name, module, os.path.join(path, "__init__.py") if os.path.isdir(path) else path)
+    return module
+
+
+def _import(pack: str, name: str, file: str) -> None:
+    _stand_in_for_server()
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        with torch.inference_mode(False):  # as in ComfyUI, when it starts
+            spec.loader.exec_module(sys.modules[name])
+    except BaseException as error:  # anybody's code, which may even want to exit
+        for module in [module for module in sys.modules if module == name or module.startswith(f"{name}.")]:
+            del sys.modules[module]
+        raise Refused("pack.fails", pack=pack, error=f"{type(error).__name__}: {error}") from error
+
+
+def _stand_in_for_server() -> None:
+    """Gives ComfyUI's PromptServer an instance that serves nothing: packs add routes to it as they are imported."""
+    importlib.import_module("nodes")  # ComfyUI's: it has to come before `server`
+    import server
+    from aiohttp import web
+
+    if getattr(server.PromptServer, "instance", None) is None:
+        server.PromptServer.instance = _Nothing(
+            routes=web.RouteTableDef(), client_id=None, last_node_id=None, sockets={}
+        )
+
+
+class _Nothing:
+    """Has every attribute and takes every call, and does nothing."""
+
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Nothing()
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        return _Nothing()
+
+    def __bool__(self) -> bool:
+        return False

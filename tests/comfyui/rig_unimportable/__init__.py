@@ -1,0 +1,33 @@
+"""A test-only pack that can be imported in ComfyUI's process alone: in a worker it raises, or as `cp_fatal` ends it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+NAME = os.path.basename(os.path.dirname(__file__))
+
+if "RANK" in os.environ:  # of a worker
+    if NAME == "cp_fatal":
+        os._exit(7)
+    raise RuntimeError("only in ComfyUI")
+
+
+def _darker(args: dict[str, Any]) -> Any:
+    return args["denoised"] * 0.9
+
+
+class Unimportable:
+    RETURN_TYPES, FUNCTION, CATEGORY = ("MODEL",), "patch", "cp test"
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {"required": {"model": ("MODEL",)}}
+
+    def patch(self, model: Any) -> tuple[Any]:
+        patched = model.clone()
+        patched.set_model_sampler_post_cfg_function(_darker)
+        return (patched,)
+
+
+NODE_CLASS_MAPPINGS = {f"CPTest {NAME}": Unimportable}

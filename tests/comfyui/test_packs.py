@@ -1,0 +1,200 @@
+"""Code of installed packs runs in the workers' loop, and gives KSampler's picture."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+
+from .cases import DEGREES
+from .client import Graph, NodeError
+from .graphs import Parallel
+from .latents import apart, latent_of
+from .nodes_benches import benches, write_benches
+from .nodes_graphs import Trial
+from .server import Server
+from .test_foreign import BAR, FLUX, Picture, on_the_model, plain, with_the_guider, with_the_sampler
+from .test_kin import link, node
+from .test_unet_nodes import ODD
+
+SPLIT = replace(DEGREES["ulysses_2"], dtype="auto")
+AUTO = Parallel(devices="cpu,cpu")
+
+
+def code(kind: str) -> Picture:
+    return on_the_model("CPTestPackCode", kind=kind)
+
+
+def code_on_a_unet(server: Server, kind: str) -> Picture:
+    write_benches(server, {"unet"})
+    info, bench = server.client.get("/object_info"), replace(benches()["unet"], latent=ODD)
+    trial = Trial(node="ModelSamplingDiscrete", bench=bench)
+
+    def picture(parallel: Parallel | None) -> Graph:
+        graph = trial.graph(info, parallel)
+        graph["changed"] = node("CPTestPackCode", model=graph["sampler"]["inputs"]["model"], kind=kind)
+        graph["sampler"]["inputs"]["model"] = link("changed")
+        return graph
+
+    return picture
+
+
+def left(parallel: Parallel | None) -> Graph:
+    """What a pack's algorithm has left for another node."""
+    graph = with_the_sampler("CPTestPackSampler")(parallel)
+    graph["left"] = node("CPTestLeftByPack", sampler=link("algorithm"), latent=link("sampler"))
+    graph["save"]["inputs"]["samples"] = link("left")
+    return graph
+
+
+def unchanged(parallel: Parallel | None) -> Graph:
+    return plain(FLUX, parallel)
+
+
+def check(server: Server, picture: Picture, parallel: Parallel = SPLIT) -> str:
+    """Compares with ComfyUI's own sampler; returns what ComfyUI has logged of the run on the workers."""
+    want, since = latent_of(server.client.run(picture(None))), server.log_size()
+    got = latent_of(server.client.run(picture(parallel)))
+    log = server.log(since)
+    print(f"APART {apart(got, want):.1e}")
+    assert apart(got, want) <= BAR
+    assert "runs in ComfyUI's process" not in log
+    return log
+
+
+@pytest.mark.parametrize(
+    "kind", ["model_sampling", "network", "settings", "dice", "cfg", "wrapper", "outer_sample", "block"]
+)
+def test_code_of_a_pack_on_a_model_runs_in_the_workers(server: Server, kind: str) -> None:
+    assert "undivided" not in check(server, code(kind))
+
+
+def test_a_guider_of_a_pack_runs_in_the_workers_with_its_attributes(server: Server) -> None:
+    check(server, with_the_guider("CPTestPackGuider"))
+
+
+def test_a_sampler_of_a_pack_runs_in_the_workers(server: Server) -> None:
+    check(server, with_the_sampler("CPTestPackSampler"))
+
+
+def test_what_a_packs_sampler_leaves_comes_back(server: Server) -> None:
+    check(server, left)
+
+
+@pytest.mark.parametrize("kind", ["tokens", "picture"])
+def test_a_patch_of_a_pack_inside_a_unet_sees_the_full_picture(server: Server, kind: str) -> None:
+    check(server, code_on_a_unet(server, kind))
+
+
+@pytest.mark.parametrize("kind", ["attention", "tokens", "method", "layer"])
+def test_code_that_needs_all_tokens_leaves_a_network_of_tokens_undivided(server: Server, kind: str) -> None:
+    check(server, code(kind), AUTO)
+    degrees = server.client.get("/cp/status")["degrees"]
+    assert degrees["ring_degree"] * degrees["ulysses_degree"] == 1
+
+
+def test_a_method_that_comfyui_has_put_back_refuses_no_later_run(server: Server) -> None:
+    """It leaves the class's own method on the layer itself."""
+    for picture in (code("method"), unchanged):
+        server.client.run(picture(None))
+    check(server, unchanged)
+
+
+def test_a_pack_that_changes_the_network_during_a_run_gets_it_undivided(server: Server) -> None:
+    log = check(server, code("swap"), AUTO)
+    assert "sampled again with the network undivided" in log
+    assert "double_blocks.0.img_mlp" in log
+
+
+def test_a_pack_that_no_worker_can_import_leaves_the_loop_in_comfyui_and_is_not_tried_again(server: Server) -> None:
+    picture = on_the_model("CPTest cp_unimportable")
+    want = latent_of(server.client.run(picture(None)))
+    for _ in range(2):
+        since = server.log_size()
+        assert apart(latent_of(server.client.run(picture(SPLIT))), want) <= BAR
+        log = server.log(since)
+        assert log.count("runs in ComfyUI's process") == 1
+        assert "the pack cp_unimportable cannot be imported in a worker (RuntimeError: only in ComfyUI)" in log
+    assert server.workers()
+
+
+def test_a_pack_that_ends_the_workers_as_they_import_it_is_not_tried_again(server: Server) -> None:
+    picture = on_the_model("CPTest cp_fatal")
+    want = latent_of(server.client.run(picture(None)))
+    with pytest.raises(NodeError, match="exit"):
+        server.client.run(picture(SPLIT))
+    since = server.log_size()
+    assert apart(latent_of(server.client.run(picture(SPLIT))), want) <= BAR
+    assert "the workers ended when they had it for the first time" in server.log(since)
+
+
+def behind_cp_model(picture: Picture, *, lora: bool = False) -> Picture:
+    """The same graph with ComfyUI's own sampler, whose MODEL comes from CP Model; a LoRA may lie behind it."""
+
+    def with_cp_model(parallel: Parallel | None) -> Graph:
+        graph = copy.deepcopy(picture(None))
+        if lora:
+            for each in graph.values():
+                each["inputs"] = {
+                    name: link("lora") if value == link("model") else value for name, value in each["inputs"].items()
+                }
+            graph["lora"] = node(
+                "LoraLoaderModelOnly", model=link("model"), lora_name="flux_dev.safetensors", strength_model=0.7
+            )
+        if parallel is None:
+            return graph
+        before = copy.deepcopy(graph)
+        for each in graph.values():
+            each["inputs"] = {
+                name: link("late") if value == link("model") else value for name, value in each["inputs"].items()
+            }
+        graph["late"] = node("CPModel", model=link("model"), cp_config=link("config"))
+        return {**before, **graph, "config": node("CPParallelConfig", **vars(parallel))}
+
+    return with_cp_model
+
+
+MODELS = {
+    "plain": unchanged,
+    "a pack's code": code("settings"),
+    "a guider and a sampler": with_the_guider("CPTestPackGuider"),
+    "what a pack's sampler leaves": left,
+}
+
+
+@pytest.mark.parametrize("what", MODELS)
+def test_a_sampler_node_that_is_not_ours_samples_a_cp_model_on_the_workers(server: Server, what: str) -> None:
+    log = check(server, behind_cp_model(MODELS[what]))
+    assert "FLUX on 2 worker(s): sampled in" in log
+
+
+def test_a_lora_behind_cp_model_counts(server: Server) -> None:
+    check(server, behind_cp_model(MODELS["plain"], lora=True))
+
+
+def test_a_cp_model_may_go_into_a_cp_sampler(server: Server) -> None:
+    graph = plain(FLUX, SPLIT)
+    graph["late"] = node("CPModel", model=link("model"))
+    graph["sampler"]["inputs"]["model"] = link("late")
+    want = latent_of(server.client.run(plain(FLUX, None)))
+    assert apart(latent_of(server.client.run(graph)), want) <= BAR
+
+
+def test_a_model_of_no_known_file_is_refused_by_cp_model_itself(server: Server) -> None:
+    graph = behind_cp_model(on_the_model("CPTestForeignWrapper", kind="no_file"))(SPLIT)
+    graph["late"]["inputs"]["model"], graph["changed"]["inputs"]["model"] = link("changed"), link("model")
+    graph["sampler"]["inputs"]["model"] = link("late")
+    with pytest.raises(NodeError, match=r"(?s)CPModel: .*Refused: .*does not say which file"):
+        server.client.run(graph)
+
+
+def test_cp_plan_says_why_a_packs_code_keeps_the_loop_in_comfyui(server: Server) -> None:
+    graph = on_the_model("CPTestForeignWrapper", kind="state")(SPLIT)
+    del graph["save"]
+    sampler = graph.pop("sampler")["inputs"]
+    sockets = {name: sampler[name] for name in ("model", "latent_image", "positive", "cp_config")}
+    graph["plan"] = node("CPPlan", **sockets, cfg=2.0)
+    (text,) = server.client.run(graph).outputs["plan"]["text"]
+    assert "Loop: stays in ComfyUI's process" in text
+    assert "Residuals, which cannot be sent to the workers" in text
