@@ -186,7 +186,7 @@ def test_a_loader_that_names_no_file_is_refused_by_name_before_a_worker_starts(s
 
 
 def test_a_patch_that_sees_all_tokens_is_refused_the_degrees_that_split_them(server: Server) -> None:
-    with pytest.raises(NodeError, match=r"attn1_patch of _leave_alone cannot be split by sequence.*set both to 0"):
+    with pytest.raises(NodeError, match=r"attn1_patch of _leave_alone cannot be split by sequence.*ring_degree to 0"):
         server.client.run(with_attention_patch(plain(FLUX, RING_2)))
 
 
