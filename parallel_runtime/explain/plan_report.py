@@ -120,7 +120,7 @@ def report(
     replicated = replace(plan, weights=WeightPlacement(), entries_per_call=0)
     estimate = plan.estimate or evaluate(replicated, inputs)
     notes = [
-        *_warnings(subject, plan, inputs.guided, estimate.needed_bytes_by_rank, free),
+        *_warnings(subject, plan, inputs, estimate.needed_bytes_by_rank, free),
         why_replicated(request, plan, work.network) if plan.estimate else "",
         _of_batch(work, plan, profile),
         unused(request, plan, work.network.name),
@@ -282,7 +282,9 @@ def _speed(work: Work, plan: RunPlan, profile: DeviceProfile | None) -> str:
     return say("speed.groups" if groups > 1 else "speed", times=f"{times:.2f}", groups=groups, **measured)
 
 
-def _warnings(subject: Subject, plan: RunPlan, guided: bool, needed: Sequence[int], free: Sequence[int]) -> list[str]:
+def _warnings(
+    subject: Subject, plan: RunPlan, inputs: PlanInputs, needed: Sequence[int], free: Sequence[int]
+) -> list[str]:
     work, degrees, placement = subject.work, plan.degrees, plan.placement
     heads, ulysses, ranks = work.network.heads, degrees.ulysses_degree, degrees.context_parallel_size
     lacking = any(size > available for size, available in zip(needed, free, strict=False))
@@ -291,16 +293,16 @@ def _warnings(subject: Subject, plan: RunPlan, guided: bool, needed: Sequence[in
     return [
         say_if(degrees.options.step_cache, "note.cache", threshold=degrees.options.step_cache),
         say_if(lacking, "note.memory"),
-        say_if(plan.entries_per_call and guided, "note.rows"),
+        say_if(plan.entries_per_call and inputs.guided, "note.rows"),
         say_if(heads % ulysses, "note.uneven", heads=heads, ulysses=ulysses),
         say_if(ranks > work.row_ranks > 0, "note.fewrows", name=work.network.name, rows=work.row_ranks, workers=ranks),
         say_if(share_cores(placement), "note.cores", workers=len(placement.devices), cores=os.cpu_count()),
         say_if(placement.shared and placement.device_kind != "cpu", "note.twice"),
         f"{one_gpu}." if one_gpu else "",
         _untried(placement),
-        _of_prompts(subject, plan) if guided else "",
+        _of_prompts(subject, plan) if inputs.guided else "",
         say_if(stages_idle, "note.stages", idle=f"{1 - busy_share(work, degrees):.0%}"),
-        _of_rows(subject, degrees),
+        _of_rows(subject, degrees, by_auto=not inputs.request.data_degree),
     ]
 
 
@@ -340,7 +342,7 @@ def _of_batch(work: Work, plan: RunPlan, profile: DeviceProfile | None) -> str:
     return say_if(faster, "note.batch", rows=work.sequences, data=data, other=f"{other:.2f}", seconds=f"{now:.2f}")
 
 
-def _of_rows(subject: Subject, degrees: Parallelism) -> str:
+def _of_rows(subject: Subject, degrees: Parallelism, *, by_auto: bool) -> str:
     work, data = subject.work, degrees.data_degree
     if subject.batch_coupled and data > 1:
         return say("note.together", data=data)
@@ -350,4 +352,6 @@ def _of_rows(subject: Subject, degrees: Parallelism) -> str:
         return ""
     if not work.network.divisible:
         return say("note.undivided", name=work.network.name)
+    if by_auto:
+        return say("note.fewer", workers=degrees.world_size, each=degrees.world_size // data)
     return say("note.idle", data=data, rows=work.sequences)

@@ -58,7 +58,7 @@ def _default_plans(inputs: PlanInputs) -> Iterator[RunPlan]:
     coupled = inputs.batch_coupled or inputs.network.images_coupled
     if heterogeneous or coupled or request.data_degree or not inputs.is_free:
         return
-    for groups in range(2, min(len(inputs.devices), work.sequences) + 1):
+    for groups in range(2, len(inputs.devices) + 1):
         if len(inputs.devices) % groups == 0:
             with suppress(Refused):
                 yield _plans_on(inputs, inputs.devices, groups)[-1]

@@ -11,11 +11,11 @@ import pytest
 from parallel_runtime.architectures.partition import Load
 from parallel_runtime.explain.plan_words import compared
 from parallel_runtime.planning.candidates import default_plan
-from parallel_runtime.planning.device_profile import DeviceProfile, Speed
+from parallel_runtime.planning.device_profile import DeviceProfile, Speed, coarse
 from parallel_runtime.planning.memory_model import Capacity
 from parallel_runtime.planning.network_stats import NetworkStats, Work
 from parallel_runtime.planning.plan_inputs import PlanInputs
-from parallel_runtime.planning.resolve import CLEARLY, ranked
+from parallel_runtime.planning.resolve import CLEARLY, ranked, resolve
 from parallel_runtime.planning.run_plan import RunPlan
 from parallel_runtime.planning.seconds import alone_seconds
 from parallel_runtime.request import ParallelRequest
@@ -188,3 +188,36 @@ def test_what_a_user_has_chosen_is_never_overridden(request_: dict[str, object])
     for name in ("ring_degree", "ulysses_degree", "cfg_degree", "data_degree"):
         if request_.get(name):
             assert getattr(plans[0].degrees, name) == request_[name]
+
+
+EQUAL = [  # FLOP/s in products and in attention, bytes/s between two, GPUs
+    pytest.param(150e12, 130e12, 5e9, 2, id="2 x 4090, 5 GB/s"),
+    pytest.param(150e12, 130e12, 10e9, 2, id="2 x 4090, 10 GB/s"),
+    pytest.param(210e12, 180e12, 20e9, 2, id="2 x 5090"),
+    pytest.param(65e12, 55e12, 3e9, 4, id="4 x 3090, 3 GB/s"),
+    pytest.param(65e12, 55e12, 6e9, 4, id="4 x 3090, 6 GB/s"),
+    pytest.param(560e12, 400e12, 300e9, 8, id="8 x H100"),
+]
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["eager", "recorded"])
+@pytest.mark.parametrize("tokens", [1536, 4608], ids=["512 px", "1024 px"])
+@pytest.mark.parametrize(("products", "attention", "link", "gpus"), EQUAL)
+def test_equal_gpus_are_no_slower_than_one(
+    products: float, attention: float, link: float, gpus: int, tokens: int, recorded: bool
+) -> None:
+    network = NetworkStats(name="FLUX", heads=24, layers=57, width=3072, weights=11_900_000_000)
+    work, speed = network.work(1, tokens, recorded=recorded), Speed(products=products, attention=attention)
+
+    def seconds(count: int) -> float:
+        profile = DeviceProfile(
+            bytes_per_second=coarse(link) if count > 1 else 0.0,
+            flops_per_second=coarse(products),
+            ranks=(speed,) * count,
+        )
+        inputs = PlanInputs(request=ParallelRequest(), network=network, gpus=count, work=work, profile=profile)
+        chosen = resolve(inputs)
+        assert chosen.placement.world_size == count, "no worker starts or ends for it"
+        return chosen.seconds
+
+    assert seconds(gpus) <= 1.05 * seconds(1)

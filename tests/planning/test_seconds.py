@@ -87,7 +87,7 @@ def degrees(work: Work, link: DeviceProfile, gpus: int = 8, **request: Any) -> t
 def test_auto_takes_ulysses_where_wires_are_fast_and_a_ring_where_it_can_hide_behind_long_blocks(
     recorded: bool,
 ) -> None:
-    assert degrees(FLUX.work(1, IMAGE, recorded=recorded), NVLINK) == (1, 8)
+    assert degrees(FLUX.work(1, IMAGE, recorded=recorded), NVLINK) == (1, 8 if recorded else 4), "launches take longer"
     pcie = replace(NVLINK, bytes_per_second=coarse(1.2e10))
     ring, ulysses = degrees(WAN.work(1, 4 * VIDEO, recorded=recorded), pcie)
     assert ring > 1, "keys of a long video travel behind its attention"
