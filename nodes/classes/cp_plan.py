@@ -28,12 +28,13 @@ from ...parallel_runtime.planning.run_plan import RunPlan
 from ...parallel_runtime.request import ParallelRequest
 from ..describe.control_nets import Conds, controls_of, weight_bytes
 from ..describe.describer import describer
+from ..describe.foreign_code import check_loop
 from ..describe.model import DescribedModel, describe_model
 from ..describe.refused_event import announce_refusals
 from ..describe.sampling_job import check_conds, check_latent, describe_conds, describe_on_model, text_tokens
 from ..describe.vae import explain_decode
 from ..remote.lease import dry_run, run_kind
-from ..remote.sampling_run import model_on_workers
+from ..remote.sampling_run import model_on_workers, why_native
 from ..server.settings import request_from
 from ..server.status_events import untested
 from .cp_config import CATEGORY, CPConfig
@@ -124,10 +125,12 @@ def _explain(
     a config with the plan's degrees: the requested one, or an automatic one where that cannot work. `take_times`:
     samples a few steps first, on the plan's workers and on fewer."""
     conds = {"positive": comfy.sampler_helpers.convert_cond(positive)}
+    nothing: dict[str, Any] = {"fix": [], "times": [], "split": None, "cost": None}
+    if (reason := why_native(model)) is not None:
+        return Report(rows=(Row("", say("run.native", reason=reason), "trouble"),)), nothing, request
     try:
         described = describe_model(model, request).guided_by(conds)
     except Refused as refused:
-        nothing: dict[str, Any] = {"fix": [], "times": [], "split": None, "cost": None}
         return Report(rows=(_trouble_row("trouble.model", refused),)), nothing, request
     guided = not math.isclose(cfg, 1.0)
     cached = request.options.step_cache > 0
@@ -245,6 +248,7 @@ def _with_controls(model: Any, described: DescribedModel, conds: Conds) -> tuple
     ComfyUI's process ("" where it does not)."""
     controls = controls_of(conds)
     try:
+        check_loop()
         parts = describer(model=model)
         describe_on_model(model, model.model_options, None, parts)
         describe_conds(conds, model.model_options, parts)

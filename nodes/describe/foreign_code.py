@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 import os
 import sys
 from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import comfy.model_management
+import torch
 from comfy.model_patcher import ModelPatcher
 from torch import nn
 
-from ...parallel_runtime.errors import Refused
+from ...parallel_runtime.errors import Refused, Sentence, say
 from ...parallel_runtime.loading.code_names import Unsendable, is_comfyui, qualified_name
 
 CUSTOM_NODES = f"{os.sep}custom_nodes{os.sep}"
 OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+OWNERS = ("comfy", "comfy_extras", "torch")  # packages whose code workers have
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-NETWORKS = "comfy.ldm."
+NETWORKS = ("comfy.ldm.", "comfy.ops")  # modules whose code is in networks
 LOOP = (  # modules, and packages, whose code the workers run around the network
     "comfy.conds", "comfy.context_windows", "comfy.extra_samplers.", "comfy.hooks", "comfy.k_diffusion.",
     "comfy.latent_formats", "comfy.model_base", "comfy.model_sampling", "comfy.patcher_extension",
@@ -44,21 +48,30 @@ def check_merging() -> None:
         raise Unsendable("unsendable.code", name=name, code=code)
 
 
+def why_replaced(model: ModelPatcher) -> Sentence | None:
+    """Returns what another pack has replaced, if anything, of the code that this MODEL's network runs, or that merges
+    its patches."""
+    replaced = [
+        *_replaced_in_networks(model.model.diffusion_model),
+        *(_replaced(_loaded(MERGES)) if model.patches else ()),
+    ]
+    return say("unsendable.code", name=replaced[0][0], code=replaced[0][1]) if replaced else None
+
+
 def check_model(model: ModelPatcher) -> None:
     """Raises Refused for a MODEL of another pack's class, and for methods that another pack has put onto it or onto
     ComfyUI's model around the network."""
     if _is_of_a_pack(type(model)):
-        _refuse("the MODEL's class", type(model))
+        raise Refused("network.changed", what="the MODEL's class", code=_name_in_pack(type(model)))
     for owner in (model, model.model):
-        _check_methods(owner, type(owner).__name__)
+        for what, code in _methods_on(owner, type(owner).__name__):
+            raise Refused("network.changed", what=what, code=code)
 
 
 def check_layers(network: nn.Module) -> None:
     """Raises Refused for a layer of another pack's class."""
-    patched = _patched_now(network)
-    for name, module in network.named_modules():
-        if _is_of_a_pack(type(module)) and name not in patched:
-            _refuse(name or "the network", type(module))
+    for name, code in foreign_layers(network):
+        raise Refused("network.changed", what=name, code=code)
 
 
 def _patched_now(network: nn.Module) -> set[str]:
@@ -70,38 +83,71 @@ def _patched_now(network: nn.Module) -> set[str]:
 
 
 def check_network(network: nn.Module) -> None:
-    """Raises Refused for a method or hook that the network's own class does not have, and for a function of the
-    network's code that another pack has replaced. Takes 2 us for each module."""
-    kinds, patched = set(), _patched_now(network)
-    for name, module in network.named_modules():
-        kinds.add(type(module))
-        check_module(module, name or type(network).__name__, patched)
-    for kind in kinds:
-        for name, code in _replaced_methods(kind):
-            _refuse(f"{kind.__qualname__}.{name} of all networks", code)
-    for name, code in _replaced(_modules_of(kinds), classes=False):
+    """Raises Refused for what `changes_of` yields."""
+    for name, code in changes_of(network):
         raise Refused("network.changed", what=name, code=code)
 
 
-def check_module(module: nn.Module, name: str, patched: Collection[str] = ()) -> None:
-    """Raises Refused for a method or hook on this module itself, without its children, but for those in `patched`."""
-    _check_methods(module, name, patched)
+def check_module(module: nn.Module, name: str) -> None:
+    """Raises Refused for a method or hook on this module itself, without its children."""
+    for what, code in _changes_on(module, name):
+        raise Refused("network.changed", what=what, code=code)
+
+
+def foreign_layers(network: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yields the layers of other packs' classes, each with its class."""
+    patched = _patched_now(network)
+    for name, module in network.named_modules():
+        if _is_of_a_pack(type(module)) and name not in patched:
+            yield name or "the network", _name_in_pack(type(module))
+
+
+def changes_of(network: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yields methods and hooks that the network's own class does not have, and what other packs have replaced of the
+    code of all networks, each with that pack's name for it. Takes 2 us for each module."""
+    patched = _patched_now(network)
+    for name, module in network.named_modules():
+        yield from _changes_on(module, name or type(network).__name__, patched)
+    yield from _replaced_in_networks(network)
+
+
+def _changes_on(module: nn.Module, name: str, patched: Collection[str] = ()) -> Iterator[tuple[str, str]]:
+    yield from _methods_on(module, name, patched)
     for hook in (hook for hooks in HOOKS for hook in vars(module)[hooks].values()):
         if _is_foreign(hook):
-            _refuse(f"a hook on {name}", hook)
+            yield f"a hook on {name}", _name_in_pack(hook)
 
 
-def _check_methods(owner: object, name: str, patched: Collection[str] = ()) -> None:
+def _methods_on(owner: object, name: str, patched: Collection[str] = ()) -> Iterator[tuple[str, str]]:
+    """Yields methods of an object that its class does not have, but for those in `patched`."""
     kind: Any = type(owner)
     for method in vars(owner).keys() & _methods(kind):
         value = vars(owner)[method]
         put_back = value == MethodType(getattr(kind, method), owner)  # the class's own, by ComfyUI as it unpatched
         if _is_foreign(value) and not put_back and f"{name}.{method}" not in patched:
-            _refuse(f"{name}.{method}", vars(owner)[method])
+            yield f"{name}.{method}", _name_in_pack(value)
 
 
-def _refuse(what: str, code: Any) -> None:
-    raise Refused("network.changed", what=what, code=_name_in_pack(code))
+def _replaced_in_networks(network: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yields what other packs have replaced of ComfyUI's and torch's code that this network runs."""
+    kinds = {type(module) for module in network.modules()}
+    for base in {base for kind in kinds for base in kind.__mro__} | {torch.Tensor}:
+        for name, code in _replaced_methods(base):
+            yield f"{base.__module__}.{base.__qualname__}.{name}", _name_in_pack(code)
+    yield from _replaced(_modules_of(kinds), classes=False)
+    for module, names in ((torch, _torch_functions()), (nn.functional, _own_names(nn.functional))):
+        for name in names:
+            if _replaces(vars(module).get(name), f"{module.__name__}.{name}"):
+                yield f"{module.__name__}.{name}", _name_in_pack(vars(module)[name])
+    attention = nn.functional.scaled_dot_product_attention
+    if attention is not torch._C._nn.scaled_dot_product_attention and not _is_of_a_pack(attention):
+        yield "torch.nn.functional.scaled_dot_product_attention", qualified_name(attention)  # a library's, by a pack
+
+
+@functools.cache
+def _torch_functions() -> tuple[str, ...]:
+    """Returns the names of torch's functions of tensors."""
+    return (*dir(torch._C._VariableFunctions), *torch.functional.__all__)
 
 
 @functools.cache
@@ -111,13 +157,12 @@ def _methods(kind: type) -> frozenset[str]:
     return frozenset(names) - {"memory_required"}
 
 
-def _replaced_methods(kind: type) -> Iterator[tuple[str, Any]]:
-    """Yields the methods of `kind` that another pack has replaced in the class."""
-    for base in kind.__mro__:
-        if is_comfyui(base):
-            for name, value in vars(base).items():
-                if _is_of_a_pack(value):
-                    yield name, value
+def _replaced_methods(base: type) -> Iterator[tuple[str, Any]]:
+    """Yields the methods that another pack has replaced in a class of ComfyUI's or torch's."""
+    if base.__module__.partition(".")[0] in OWNERS:
+        for name, value in vars(base).items():
+            if _replaces(value, f"{base.__module__}.{base.__qualname__}.{name}"):
+                yield name, value
 
 
 def _replaced(modules: Iterable[ModuleType], *, classes: bool = True) -> Iterator[tuple[str, str]]:
@@ -126,10 +171,10 @@ def _replaced(modules: Iterable[ModuleType], *, classes: bool = True) -> Iterato
     for module in modules:
         for name in _own_names(module):
             value = vars(module).get(name)
-            if _is_of_a_pack(value):
+            if _replaces(value, f"{module.__name__}.{name}"):
                 yield f"{module.__name__}.{name}", _name_in_pack(value)
             elif classes and isinstance(value, type) and value.__module__ == module.__name__:
-                for method, code in _replaced_methods(value):
+                for method, code in (found for base in value.__mro__ for found in _replaced_methods(base)):
                     yield f"{module.__name__}.{name}.{method}", _name_in_pack(code)
 
 
@@ -171,6 +216,83 @@ def _is_of_a_pack(value: Any) -> bool:
     return CUSTOM_NODES in file and not file.startswith(OURS)
 
 
+def _replaces(value: Any, original: str) -> bool:
+    """Is `value`, under the name `original`, of a pack, and more than a passage to what had that name?"""
+    return _is_of_a_pack(value) and not _passes_on(value, original)
+
+
+def _passes_on(function: Any, original: str) -> bool:
+    """Does a pack's function nothing but call the function that is named `original` with its own arguments, and return
+    the result? It may keep arguments in a class of the pack, as ComfyUI-Easy-Use does from its import on: only code of
+    that pack reads them, and no worker has any."""
+    definition = _definition(function.__code__) if isinstance(function, FunctionType) else None
+    match definition:
+        case ast.FunctionDef(body=[*steps, ast.Return(value=ast.Call(func=ast.Name(id=called)) as call)]):
+            inner = _variable(function, called)
+        case _:
+            return False
+    if not isinstance(inner, FunctionType) or not all(_keeps(step, function) for step in steps):
+        return False
+    own, others = _parameters(function), _parameters(inner)
+    stars: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    named = [one for one in own if one.kind not in stars]
+    if own != others and (len(own) != len(named) + len(stars) or named != others[: len(named)]):
+        return False
+    given = [ast.unparse(one) for one in call.args]
+    given += [ast.unparse(one).removeprefix(f"{ast.unparse(one.value)}=") for one in call.keywords]
+    if given != [f"{stars.get(one.kind, '')}{one.name}" for one in own]:
+        return False
+    if _is_of_a_pack(inner):
+        return _passes_on(inner, original)
+    return f"{inner.__module__}.{inner.__qualname__}" == original
+
+
+def _keeps(step: ast.stmt, function: FunctionType) -> bool:
+    """Is this a docstring, or does it keep an argument in a class of a pack?"""
+    match step:
+        case ast.Expr(value=ast.Constant()):
+            return True
+        case ast.Assign(targets=[ast.Attribute(value=ast.Name(id=owner))], value=ast.Name()):
+            kind = None if owner in function.__code__.co_varnames else _variable(function, owner)
+            return isinstance(kind, type) and _is_of_a_pack(kind)
+    return False
+
+
+@functools.cache
+def _definition(code: CodeType) -> ast.FunctionDef | None:
+    """Returns the source of a function; None where its file does not have it, or no longer."""
+    try:
+        source = Path(code.co_filename).read_text(encoding="utf-8")
+        module = compile(source, code.co_filename, "exec", dont_inherit=True)
+    except (OSError, SyntaxError, ValueError):
+        return None
+    if code not in _codes_in(module):
+        return None
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef) and node.name == code.co_name:
+            first_line = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+            if first_line == code.co_firstlineno:
+                return node
+    return None
+
+
+def _codes_in(code: CodeType) -> Iterator[CodeType]:
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield inner
+            yield from _codes_in(inner)
+
+
+def _variable(function: FunctionType, name: str) -> Any:
+    closure = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    return closure[name].cell_contents if name in closure else function.__globals__.get(name)
+
+
+def _parameters(function: FunctionType) -> list[inspect.Parameter]:
+    parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
+    return [one.replace(annotation=one.empty) for one in parameters]
+
+
 def _file(value: Any) -> str:
     value = getattr(value, "__func__", value)  # of a static method or class method
     value = getattr(value, "func", value)  # of functools.partial
@@ -182,7 +304,7 @@ def _file(value: Any) -> str:
 
 
 def _name_in_pack(value: Any) -> str:
-    """Returns a name of the pack's own, where functools.wraps gave a function that of ComfyUI's."""
-    if not is_comfyui(value):
-        return qualified_name(value)
-    return f"{_file(value).rpartition(CUSTOM_NODES)[2]}"
+    """Returns a name of the pack's own, where functools.wraps gave a function that of ComfyUI's or torch's."""
+    if _is_of_a_pack(value) and (value.__module__ or "").partition(".")[0] in OWNERS:
+        return _file(value).rpartition(CUSTOM_NODES)[2]
+    return qualified_name(value)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Sequence
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from ...parallel_runtime.architectures import architecture_of
 from ...parallel_runtime.errors import Refused, quoted
 from ...parallel_runtime.jobs import Described
-from ...parallel_runtime.loading.code_names import Unsendable, qualified_name
+from ...parallel_runtime.loading.code_names import Unsendable, is_comfyui, qualified_name
 from ...parallel_runtime.loading.model_kinds import Encoded
 from ...parallel_runtime.loading.object_codec import PLAIN, Describer
 from ...parallel_runtime.request import CompileChoice
@@ -35,6 +36,11 @@ AROUND_NETWORK = {"wrappers", "callbacks"}  # transformer_options that are aroun
 OVERRIDE = "optimized_attention_override"
 IN_BLOCKS = ("patches", "patches_replace", OVERRIDE)
 WRAPPER_KEY = "context_parallel"
+CALLED_CALLBACKS = {  # that ComfyUI calls on a MODEL without weights too, or only for what is refused or left out
+    "on_clone", "on_detach_after", "on_pre_run", "on_cleanup", "on_prepare_state", "on_apply_hooks",
+    "on_register_all_hook_patches", "on_inject_model", "on_eject_model", "on_deepclone_multigpu",
+    "on_match_multigpu_clones",
+}  # fmt: skip
 PAST_ALL_BLOCKS = 1 << 20
 ENCODING_BLOCK = {  # the block before which a patch encodes its picture or video in the latent's size
     "comfy_extras.nodes_model_patch.DiffSynthCnetPatch": PAST_ALL_BLOCKS,
@@ -142,6 +148,13 @@ def check_network_patches(model: ModelPatcher) -> None:
             describer(model=model).describe(value, f"the replaced {name}")
         except Unsendable as reason:
             names.append(f"a replaced {name}: {reason.sentence}")
+    names += [
+        f"the {kind} callback {qualified_name(callback)}"
+        for kind, groups in model.callbacks.items()
+        if kind not in CALLED_CALLBACKS
+        for callback in chain.from_iterable(groups.values())
+        if not is_comfyui(callback)
+    ]
     if names:
         raise Refused("model.inside", things="; ".join(sorted(names)))
     options = model.model_options["transformer_options"]

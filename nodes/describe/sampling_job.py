@@ -38,6 +38,7 @@ from .model_patches import (
 
 TakeBack = Callable[[dict[str, Any]], None]
 LATENT_DIMS = {1: ("length",), 2: ("height", "width"), 3: ("frames", "height", "width")}  # by a latent's dimensions
+MULTIGPU = "multigpu"  # ComfyUI's name for a MODEL's clones on other GPUs, whose work the workers do
 FULL_RUN_OPTIONS = {"step_cache": 0, "patches": 1}  # options that need the loop in the workers, with their off value
 GUIDER_STATE = {
     "model_patcher", "model_options", "original_conds", "conds", "inner_model", "loaded_models",
@@ -163,7 +164,7 @@ def describe_on_model(
     if "registered_hooks" in options and options["registered_hooks"].get_type(EnumHookType.TransformerOptions):
         raise Unsendable("unsendable.hook")
     for name, models in model.additional_models.items():
-        if models:
+        if models and name != MULTIGPU:
             raise Unsendable("unsendable.models", name=name)
     objects = {"model_sampling": model.get_model_object("model_sampling"), **model.object_patches}
     objects.pop("manual_cast_dtype", None)  # DescribedModel has it

@@ -16,6 +16,7 @@ from ...parallel_runtime.loading.code_names import reference
 from ...parallel_runtime.loading.fingerprint import model_fingerprint
 from ...parallel_runtime.planning.device_profile import DeviceProfile
 from ...parallel_runtime.specs import ModelSpec, Placement
+from .foreign_code import changes_of, foreign_layers
 
 ARGUMENT_BYTES = 64 << 10  # a message may be twice as long
 
@@ -49,6 +50,8 @@ def check_vae(vae: comfy.sd.VAE) -> None:
         raise NotParallel(say("vae.sound"))
     if vae.patcher.patches or vae.patcher.object_patches:
         raise NotParallel(say("vae.patched"))
+    for name, code in (*foreign_layers(vae.first_stage_model), *changes_of(vae.first_stage_model)):
+        raise NotParallel(say("vae.code", what=name, code=code))
 
 
 def explain_decode(

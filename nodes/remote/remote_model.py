@@ -15,7 +15,7 @@ import comfy.model_management
 import torch
 from comfy.model_base import BaseModel
 from comfy.model_patcher import ModelPatcher
-from comfy.patcher_extension import WrappersMP
+from comfy.patcher_extension import CallbacksMP, WrappersMP
 from comfy.weight_adapter import WeightAdapterBase
 from comfy_api.torch_helpers.torch_compile import COMPILE_KEY
 from torch import nn
@@ -39,7 +39,7 @@ from ..describe.model_patches import (
     replaced_methods,
 )
 from ..describe.refused_event import announce_refusals
-from ..describe.sampling_job import FULL_RUN_OPTIONS
+from ..describe.sampling_job import FULL_RUN_OPTIONS, MULTIGPU
 from .comfy_memory import CPU, GroupModel, WeightlessPatcher
 from .lease import lease_with_plan
 
@@ -54,6 +54,7 @@ def without_weights(model: ModelPatcher, request: ParallelRequest) -> RemoteMode
     made.__class__ = RemoteModelPatcher
     made.evaluation = RemoteEvaluation(request)
     made.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, COMPILE_KEY)
+    made.additional_models.pop(MULTIGPU, None)
     made.model = _without_network(model.model, remote_network(native_network(model), made.evaluation))
     made.model.diffusion_model.__dict__["native"] = native_model(model)
     made.size = 1  # comfy_memory.py counts the workers' memory
@@ -114,6 +115,8 @@ class RemoteModelPatcher(WeightlessPatcher):
     def detach(self, unpatch_all: bool = True) -> torch.nn.Module:
         if unpatch_all:
             self.unpatch_model(unpatch_weights=False)
+        for callback in self.get_all_callbacks(CallbacksMP.ON_DETACH):
+            callback(self, unpatch_all)
         return super().detach(unpatch_all)
 
 

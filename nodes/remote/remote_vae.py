@@ -26,7 +26,7 @@ from ...parallel_runtime.planning.work_shares import requested_shares, shares_wi
 from ...parallel_runtime.request import ParallelRequest
 from ...parallel_runtime.specs import ModelSpec, Parallelism, Placement, VAEMethod
 from ..describe.local_devices import gpu_kind, last_used, plan_without_model, visible_gpus
-from ..describe.vae import NotParallel
+from ..describe.vae import NotParallel, check_vae
 from .lease import Lease, lease_workers
 
 log = logging.getLogger(__name__)
@@ -125,7 +125,9 @@ class RemoteVAE:
         )
 
     def _check(self, method: VAEMethod, x: Tensor, unit: int) -> None:
-        """Raises NotParallel for a tensor at which ComfyUI fails: a failure in a worker would end the group."""
+        """Raises NotParallel for a VAE that has changed since, and for a tensor at which ComfyUI fails: a failure in a
+        worker would end the group."""
+        check_vae(self._vae)
         channels = self._vae.latent_channels if method == "decode" else self._vae.output_channels
         if x.shape[1] != channels:
             raise NotParallel(f"it takes {channels} channels, and got {x.shape[1]}")

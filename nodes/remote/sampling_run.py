@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from comfy.patcher_extension import WrappersMP
 from comfy_api.torch_helpers.torch_compile import COMPILE_KEY
 from torch import Tensor
 
-from ...parallel_runtime.errors import Refused, WorkerLost
+from ...parallel_runtime.errors import Refused, Sentence, WorkerLost, say
 from ...parallel_runtime.group.machine_check import checked_plan
 from ...parallel_runtime.jobs import TWO_MODEL_GUIDERS, SamplingJob
 from ...parallel_runtime.loading.code_names import Unsendable, qualified_name, reference
@@ -30,6 +30,7 @@ from ...parallel_runtime.loading.packs import note_failed_import, proven
 from ...parallel_runtime.loading.random_states import set_random_states
 from ...parallel_runtime.request import ParallelRequest
 from ..describe.control_nets import controls_of
+from ..describe.foreign_code import why_replaced
 from ..describe.model import DescribedModel, describe_model, unwrap_sampler, uses_network
 from ..describe.model_patches import WRAPPER_KEY
 from ..describe.refused_event import announce_refusals
@@ -46,7 +47,7 @@ from ..describe.sampling_job import (
     unsendable_partner,
 )
 from .lease import lease_with_plan
-from .remote_model import without_weights
+from .remote_model import RemoteModelPatcher, without_weights
 
 # Refusals of what a pack's code does to a split network in the middle of a run.
 SEES_ALL_TOKENS = {"network.meanwhile", "blocks.inside", "attention.all_heads", "attention.node"}
@@ -60,8 +61,25 @@ PREVIEWS = (  # OUTER_SAMPLE wrappers that only show each step, with what worker
 
 
 def model_on_workers(model: ModelPatcher, request: ParallelRequest) -> ModelPatcher:
-    """A clone of `model` whose sampling runs in the worker group. Raises Refused for what workers cannot honour."""
+    """A clone of `model` whose sampling runs in the worker group, or `model` where only ComfyUI's own process gives the
+    right latent. Raises Refused for what workers cannot honour."""
+    if _stay_native([model], request):
+        return model
     return _on_workers(model, _describe_checked(model, request), request)
+
+
+def why_native(model: ModelPatcher) -> Sentence | None:
+    """Returns why ComfyUI samples this MODEL on its own device: a pack has replaced code that all networks run, and
+    workers have the original. A MODEL without weights cannot stay native: it is refused."""
+    return None if isinstance(model, RemoteModelPatcher) else why_replaced(model)
+
+
+def _stay_native(models: Iterable[ModelPatcher], request: ParallelRequest) -> bool:
+    reason = next(filter(None, map(why_native, models)), None)
+    if reason is not None:
+        _check_stepwise(request, reason)
+        log.warning("[CP] %s", say("run.native", reason=reason))
+    return reason is not None
 
 
 def _describe_checked(model: ModelPatcher, request: ParallelRequest) -> DescribedModel:
@@ -89,6 +107,8 @@ def guider_on_workers(guider: Any, request: ParallelRequest) -> Any:
     models = {name: _as_guided(guider, name) for name in _models_of(guider)}
     if not models:
         raise Refused("guider.empty", guider=type(guider).__name__)
+    if _stay_native(models.values(), request):
+        return guider
     remote = copy.copy(guider)
     described = {name: _describe_checked(model, request) for name, model in models.items()}
     try:
@@ -134,9 +154,7 @@ def _with_partner(guider: Any, models: dict[str, DescribedModel], request: Paral
 
 
 def _with_remote_network(model: ModelPatcher, request: ParallelRequest, reason: Unsendable) -> ModelPatcher:
-    for name, off in FULL_RUN_OPTIONS.items():
-        if (value := request.values[name]) > off:
-            raise Refused("loop.here", name=name, value=f"{value:g}", reason=reason.sentence, without=off)
+    _check_stepwise(request, reason.sentence)
     log.info(
         "[CP] the sampler runs in ComfyUI's process, and every model call goes to the workers and back, because %s",
         reason,
@@ -144,9 +162,18 @@ def _with_remote_network(model: ModelPatcher, request: ParallelRequest, reason: 
     return without_weights(model, request)
 
 
+def _check_stepwise(request: ParallelRequest, reason: str) -> None:
+    """Raises Refused for options that need the loop in the workers, where it stays in ComfyUI's process."""
+    for name, off in FULL_RUN_OPTIONS.items():
+        if (value := request.values[name]) > off:
+            raise Refused("loop.here", name=name, value=f"{value:g}", reason=reason, without=off)
+
+
 def model_described_late(model: ModelPatcher, request: ParallelRequest) -> ModelPatcher:
     """A clone of `model` whose sampling, by any node, runs in the worker group, with what is on it by then. Raises
     Refused for what workers cannot have of it already."""
+    if _stay_native([model], request):
+        return model
     _describe_checked(model, request)
     made = model.clone()
     made.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, WRAPPER_KEY)
@@ -162,6 +189,8 @@ class LateSampling:
 
     def __call__(self, executor: Any, *args: Any, **kwargs: Any) -> Tensor:
         with announce_refusals():
+            if _stay_native(_models_of(executor.class_obj).values(), self.request):
+                return executor(*args, **kwargs)
             remote = self._remote_sampling(executor.class_obj)
             return remote(executor, *args, **kwargs)
 

@@ -100,7 +100,7 @@ PATCHER = {
     "cached_patcher_init": (HONOURED, "says which file; refused where there is none"),
     "force_cast_weights": (HONOURED, "goes with a replaced manual_cast_dtype"),
     "object_patches": (HONOURED, "those of the sampling, the dtype and plain values; others are stepwise or refused"),
-    "additional_models": (STEPWISE, "models that only ComfyUI's process has"),
+    "additional_models": (STEPWISE, "models that only ComfyUI's process has; clones on other GPUs are left out"),
     **alike(HONOURED, "of a condition's hooks, which are described", "hook_patches hook_patches_backup"),
     **alike(REFUSED, "code or weights inside the network", "forced_hooks injections weight_wrapper_patches"),
     **alike(WITHOUT_EFFECT, "ComfyUI's own book-keeping while this MODEL is injected, of what is refused",
@@ -128,11 +128,16 @@ WRAPPERS = {
     "DIFFUSION_MODEL": (HONOURED, "in the workers; all prompts and images stay together"),
 }  # fmt: skip
 
-CALLBACKS = alike(
-    HONOURED, "called by every worker for its own MODEL", "ON_CLONE ON_DEEPCLONE_MULTIGPU ON_MATCH_MULTIGPU_CLONES "
-    "ON_LOAD ON_DETACH ON_CLEANUP ON_PRE_RUN ON_PREPARE_STATE ON_APPLY_HOOKS ON_REGISTER_ALL_HOOK_PATCHES "
-    "ON_INJECT_MODEL ON_EJECT_MODEL",
-)  # fmt: skip
+CALLBACKS = {  # of packs: the loop stays in ComfyUI's process. ComfyUI's own ones are called by every worker
+    "ON_CLONE": (HONOURED, "called by ComfyUI's process whenever the MODEL is cloned"),
+    **alike(HONOURED, "called by ComfyUI's process around each run, for the MODEL without weights",
+            "ON_DETACH ON_CLEANUP ON_PRE_RUN ON_PREPARE_STATE ON_REGISTER_ALL_HOOK_PATCHES"),
+    "ON_LOAD": (REFUSED, "it may change weights or layers that are loaded, and workers load their own"),
+    "ON_APPLY_HOOKS": (WITHOUT_EFFECT, "called for hooks alone, which are refused where the loop stays there"),
+    **alike(WITHOUT_EFFECT, "called for injections alone, which are refused", "ON_INJECT_MODEL ON_EJECT_MODEL"),
+    **alike(WITHOUT_EFFECT, "called for clones on other GPUs alone, which are left out",
+            "ON_DEEPCLONE_MULTIGPU ON_MATCH_MULTIGPU_CLONES"),
+}  # fmt: skip
 
 HOOKS = {
     "Weight": (HONOURED, "described with the condition; refused where the loop is stepwise"),

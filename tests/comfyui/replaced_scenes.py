@@ -6,19 +6,26 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from .callback_scenes import ONE, demo, errors, remote, run_arguments
+from .pack import node_module
 
 import comfy.ldm.flux.layers  # isort: skip  # the scenes have made ComfyUI importable
 import comfy.lora  # isort: skip
 import comfy.k_diffusion.sampling  # isort: skip
 import comfy.model_base  # isort: skip
+import comfy.model_management  # isort: skip
+import comfy.ops  # isort: skip
+import comfy.patcher_extension  # isort: skip
 import comfy.sample  # isort: skip
 import comfy.samplers  # isort: skip
 import torch  # isort: skip
 
+OUTER_SAMPLE = comfy.patcher_extension.WrappersMP.OUTER_SAMPLE
+foreign = node_module("describe.foreign_code")
 FILE = "/somewhere/custom_nodes/a_pack/nodes.py"
 SOURCE = """
 import functools, torch
@@ -48,10 +55,60 @@ class Layer(torch.nn.Module):
 class Patcher(ModelPatcher):
     pass
 """
-a_pack = ModuleType("a_pack")
-a_pack.__file__ = FILE
-sys.modules["a_pack"] = a_pack
-exec(compile(SOURCE, FILE, "exec"), vars(a_pack))  # as a file of that folder is imported
+PASSING = """
+import functools
+
+class Seen:
+    pass
+
+def keeping(original):
+    @functools.wraps(original)
+    def replaced(tensor, m_mult, m_add=None, modulation_dims=None):
+        "Keeps the last one."
+        Seen.last = tensor
+        return original(tensor, m_mult, m_add, modulation_dims=modulation_dims)
+    return replaced
+
+def around(original):
+    def replaced(*args, **kwargs):
+        return original(*args, **kwargs)
+    return replaced
+
+def doubling(original):
+    def replaced(tensor, m_mult, m_add=None, modulation_dims=None):
+        return original(m_mult, tensor, m_add, modulation_dims)
+    return replaced
+
+def defaulting(original):
+    def replaced(tensor, m_mult, m_add=1.0, modulation_dims=None):
+        return original(tensor, m_mult, m_add, modulation_dims)
+    return replaced
+
+def changing(original):
+    def replaced(tensor, m_mult, m_add=None, modulation_dims=None):
+        tensor.last = m_mult
+        return original(tensor, m_mult, m_add, modulation_dims)
+    return replaced
+
+def more(original):
+    def replaced(*args, **kwargs):
+        if "tiled" in kwargs:
+            return None
+        return original(*args, **kwargs)
+    return replaced
+"""
+
+
+def _pack_of(file: str, source: str) -> ModuleType:
+    """Returns a pack's module, as it is when ComfyUI has imported this file."""
+    module = ModuleType("a_pack")
+    module.__file__ = file
+    sys.modules["a_pack"] = module
+    exec(compile(source, file, "exec", dont_inherit=True), vars(module))
+    return module
+
+
+a_pack = _pack_of(FILE, SOURCE)
 
 PLACES: dict[str, Callable[[Any], tuple[Any, str]]] = {  # of a MODEL
     "a function of the loop": lambda model: (comfy.samplers, "sampling_function"),
@@ -61,6 +118,13 @@ PLACES: dict[str, Callable[[Any], tuple[Any, str]]] = {  # of a MODEL
     "an algorithm": lambda model: (comfy.k_diffusion.sampling, "sample_euler"),
     "an algorithm of its own": lambda model: (comfy.k_diffusion.sampling, "sample_of_a_pack"),
     "a function of the network": lambda model: (comfy.ldm.flux.layers, "apply_mod"),
+    "a method of the network": lambda model: (comfy.ldm.flux.layers.SingleStreamBlock, "forward"),
+    "a method of layers": lambda model: (comfy.ops.disable_weight_init.Linear, "forward"),
+    "a function of layers": lambda model: (comfy.ops, "scaled_dot_product_attention"),
+    "a method of torch": lambda model: (torch.nn.SiLU, "forward"),
+    "a function of torch.nn": lambda model: (torch.nn.functional, "layer_norm"),
+    "torch's attention": lambda model: (torch.nn.functional, "scaled_dot_product_attention"),
+    "a function of torch": lambda model: (torch, "addcmul"),
     "a function that merges": lambda model: (comfy.lora, "calculate_weight"),
     "an object's method": lambda model: (model.model, "apply_model"),
     "a layer": lambda model: (model.model.diffusion_model, "final_layer"),
@@ -69,30 +133,118 @@ PLACES: dict[str, Callable[[Any], tuple[Any, str]]] = {  # of a MODEL
 }
 
 
-def sampled_with(rank: int, world: int) -> dict[str, dict[str, Any]]:
-    """By what is replaced: does a run give ComfyUI's latent meanwhile, and where did its loop run; or the refusal."""
-    return {replaced: _sampled_with(replaced) for replaced in PLACES}
+def passed_on(rank: int, world: int, folder: str) -> dict[str, bool]:
+    """By a pack's function in place of one of the network: does the check take it for the original?"""
+    file = Path(folder) / "custom_nodes" / "passing" / "nodes.py"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(PASSING, encoding="utf-8")
+    pack = _pack_of(str(file), PASSING)
+    model, layers = demo.CPDemoModel.execute().result[0], comfy.ldm.flux.layers
+    original, found = layers.apply_mod, {}
+    for name in ("keeping", "around", "doubling", "defaulting", "changing", "more"):
+        with _replaced(layers, "apply_mod", vars(pack)[name](original)):
+            found[name] = foreign.why_replaced(model) is None
+    with _replaced(layers, "apply_mod", pack.around(pack.keeping(original))):
+        found["twice"] = foreign.why_replaced(model) is None
+    with _replaced(layers, "apply_mod", pack.around(a_pack.around(original))):
+        found["around a change"] = foreign.why_replaced(model) is None
+    with _replaced(layers, "apply_mod", pack.keeping(layers.attention)):
+        found["to another"] = foreign.why_replaced(model) is None
+    changed = pack.around(original)
+    file.write_text(PASSING.replace("return original(*args, **kwargs)", "return original(*args)"), encoding="utf-8")
+    foreign._definition.cache_clear()
+    with _replaced(layers, "apply_mod", changed):
+        found["of a file that has changed"] = foreign.why_replaced(model) is None
+    return found
 
 
-def _sampled_with(replaced: str) -> dict[str, Any]:
+def after_a_patched_run(rank: int, world: int, unloaded: bool) -> bool:
+    """Do workers sample a MODEL, equally, whose clone with a replaced method ComfyUI has sampled before, and has
+    `unloaded` since?"""
+    model = demo.CPDemoModel.execute().result[0]
+    want = comfy.sample.sample(model, *run_arguments(), disable_pbar=True, seed=5)
+    patched = model.clone()
+    name = "diffusion_model.time_in.silu.forward"
+    patched.add_object_patch(name, a_pack.around(model.get_model_object(name)))
+    assert not torch.equal(comfy.sample.sample(patched, *run_arguments(), disable_pbar=True, seed=5), want)
+    if unloaded:
+        comfy.model_management.unload_all_models()
+    got = comfy.sample.sample(remote.model_on_workers(model, ONE), *run_arguments(), disable_pbar=True, seed=5)
+    return torch.equal(got, want)
+
+
+def callbacks_called(rank: int, world: int) -> dict[str, list[str]]:
+    """By the name of each kind of callback that ComfyUI has: where a pack's is called, by KSampler's run and the end of
+    its MODEL ("native") and by CP Sampler's ("workers"), or "refused"."""
+    kinds = {name: kind for name, kind in vars(comfy.patcher_extension.CallbacksMP).items() if name.isupper()}
+    return {name: [*_called(kind)] for name, kind in kinds.items()}
+
+
+def _called(kind: str) -> Iterator[str]:
+    for where in ("native", "workers"):
+        seen: list[str] = []
+
+        def called(*args: Any, seen: list[str] = seen, **kwargs: Any) -> None:
+            seen.append("called")
+
+        called.__module__ = "custom_nodes.a_pack"
+        model = demo.CPDemoModel.execute().result[0].clone()
+        model.add_callback(kind, called)
+        try:
+            sampled = remote.model_on_workers(model, ONE) if where == "workers" else model.clone()
+            comfy.sample.sample(sampled, *run_arguments(), disable_pbar=True, seed=5)
+        except errors.Refused as refused:
+            yield "refused" if f"the {kind} callback custom_nodes.a_pack." in str(refused) else str(refused)
+            continue
+        comfy.model_management.unload_all_models()
+        if seen:
+            yield where
+
+
+def with_clones_for_gpus(rank: int, world: int) -> dict[str, Any]:
+    """A run of a MODEL with a clone for a second GPU, as MultiGPU CFG Split puts it there, and one whose loop stays in
+    ComfyUI's process: is the latent equal, why does the loop stay, and has ComfyUI loaded the clone?"""
+    model, clone = (demo.CPDemoModel.execute().result[0] for _ in range(2))
+    want = comfy.sample.sample(model, *run_arguments(), disable_pbar=True, seed=5)
+    comfy.model_management.unload_all_models()
+    split = model.clone()
+    clone.is_multigpu_base_clone = True
+    split.set_additional_models("multigpu", [clone])
+    stepwise = split.clone()
+    stepwise.add_wrapper_with_key(OUTER_SAMPLE, "a_pack", _pass)
+    answers = {}
+    for name, one in {"in the workers": split, "in ComfyUI's process": stepwise}.items():
+        with _heard() as heard:
+            sampled = remote.model_on_workers(one, ONE)
+            got = comfy.sample.sample(sampled, *run_arguments(), disable_pbar=True, seed=5)
+        loaded = [entry.model.model for entry in comfy.model_management.current_loaded_models]
+        answers[name] = {
+            "equal": torch.equal(got, want),
+            "stays": any("another pack" in line or "_pass" in line for line in heard.lines),
+            "said": len(heard.lines),
+            "clone loaded": any(one is clone.model for one in loaded) or clone.loaded_size() > 0,
+        }
+    return answers
+
+
+def _pass(executor: Any, *args: Any, **kwargs: Any) -> Any:
+    return executor(*args, **kwargs)
+
+
+def sampled_with(rank: int, world: int, replaced: str) -> dict[str, Any]:
+    """Does a run give ComfyUI's latent while this is replaced, and where did its loop run; or the refusal."""
     model = demo.CPDemoModel.execute().result[0]
     plain = comfy.sample.sample(model, *run_arguments(), disable_pbar=True, seed=5)
     owner, name = PLACES[replaced](model)
     if replaced == "a function that merges":
         weight = next(key for key in model.model.state_dict() if key.endswith("img_attn.proj.weight"))
         model.add_patches({weight: (torch.ones_like(model.model.state_dict()[weight]) * 0.01,)})
-    heard = Heard()
-    log = logging.getLogger(remote.__name__)
-    log.addHandler(heard)
-    log.setLevel(logging.INFO)
     try:
-        with _replaced(owner, name, _of_the_pack(replaced, getattr(owner, name, None))):
+        with _heard() as heard, _replaced(owner, name, _of_the_pack(replaced, getattr(owner, name, None))):
             got = comfy.sample.sample(remote.model_on_workers(model, ONE), *run_arguments(), disable_pbar=True, seed=5)
             want = comfy.sample.sample(model, *run_arguments(), disable_pbar=True, seed=5)
     except errors.Refused as refused:
         return {"refused": str(refused)}
-    finally:
-        log.removeHandler(heard)
     return {"does something": not torch.equal(want, plain), "equal": torch.equal(got, want), "said": heard.lines}
 
 
@@ -108,6 +260,17 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             delattr(owner, name)
         else:
             setattr(owner, name, before)
+
+
+@contextmanager
+def _heard() -> Iterator[Heard]:
+    heard, log = Heard(), logging.getLogger(remote.__name__)
+    log.addHandler(heard)
+    log.setLevel(logging.INFO)
+    try:
+        yield heard
+    finally:
+        log.removeHandler(heard)
 
 
 def _of_the_pack(replaced: str, original: Any) -> Any:

@@ -13,6 +13,7 @@ import pytest
 from ..engine.conftest import Group, Ranks
 from ..zoo import checkpoints
 from .comfy import ComfyInstall
+from .judged import CALLBACKS, HONOURED, REFUSED, WITHOUT_EFFECT
 
 VAE, TOGETHER = "tests.comfyui.vae_scenes:", "tests.comfyui.together_scenes:"
 RESIDENCE, SAMPLER = "tests.comfyui.residence_scenes:", "tests.comfyui.sampler_scenes:"
@@ -368,25 +369,100 @@ def test_a_control_net_that_workers_cannot_load_says_why(alone: Group, what: str
     assert says in alone.run(f"{CONTROL}refusal_of_one", what=what)[0]
 
 
-def test_what_a_pack_replaces_in_comfyuis_own_code_is_honoured_or_refused_by_name(alone: Group) -> None:
-    """Workers have ComfyUI's own code: where the loop's is another, the loop stays in ComfyUI's process."""
-    (runs,) = alone.run(f"{REPLACED}sampled_with")
-    refused = {what: run["refused"] for what, run in runs.items() if "refused" in run}
-    for what, name in {
-        "a function of the network": r"comfy\.ldm\.flux\.layers\.apply_mod",
-        "a function that merges": r"comfy\.lora\.calculate_weight",
-        "an object's method": r"Flux\.apply_model",
-        "a layer": "final_layer",
-        "a MODEL's method": r"ModelPatcher\.model_dtype",
-        "a MODEL's class": "the MODEL's class",
-    }.items():
-        assert re.search(f"{name} .*a_pack.*remove it", refused.pop(what))
-        runs.pop(what)
-    assert refused == {}
-    for what, run in runs.items():
-        assert run["equal"], what
-        assert run["does something"] == (what != "an algorithm of its own")
-        assert bool(run["said"]) == run["does something"], what
+@pytest.mark.parametrize(
+    ("what", "name"),
+    [
+        ("an object's method", r"Flux\.apply_model"), ("a layer", "final_layer"),
+        ("a MODEL's method", r"ModelPatcher\.model_dtype"), ("a MODEL's class", "the MODEL's class"),
+    ],
+)  # fmt: skip
+def test_what_a_pack_replaces_on_one_model_is_refused_by_name(alone: Group, what: str, name: str) -> None:
+    (run,) = alone.run(f"{REPLACED}sampled_with", replaced=what)
+    assert re.search(f"{name} .*a_pack.*remove it", run["refused"])
+
+
+@pytest.mark.parametrize(
+    ("what", "name"),
+    [
+        ("a function of the loop", "comfy.samplers.sampling_function"),
+        ("a method of the loop", "comfy.samplers.CFGGuider.predict_noise"),
+        ("a class of the loop", "the GUIDER a_pack"),
+        ("a method of the model", "comfy.model_base.BaseModel._apply_model"),
+        ("an algorithm", ""),
+    ],
+)
+def test_what_a_pack_replaces_in_the_loop_keeps_the_loop_in_comfyui(alone: Group, what: str, name: str) -> None:
+    """Workers have ComfyUI's own code."""
+    (run,) = alone.run(f"{REPLACED}sampled_with", replaced=what)
+    assert (run["does something"], run["equal"], len(run["said"])) == (True, True, 1)
+    assert name in run["said"][0]
+
+
+def test_what_a_pack_adds_to_comfyui_keeps_no_loop_out_of_the_workers(alone: Group) -> None:
+    (run,) = alone.run(f"{REPLACED}sampled_with", replaced="an algorithm of its own")
+    assert run == {"does something": False, "equal": True, "said": []}
+
+
+@pytest.mark.parametrize(
+    ("what", "name"),
+    [
+        ("a function of the network", "comfy.ldm.flux.layers.apply_mod"),
+        ("a method of the network", "comfy.ldm.flux.layers.SingleStreamBlock.forward"),
+        ("a method of layers", "comfy.ops.disable_weight_init.Linear.forward"),
+        ("a function of layers", "comfy.ops.scaled_dot_product_attention"),
+        ("a function that merges", "comfy.lora.calculate_weight"),
+        ("a method of torch", "torch.nn.modules.activation.SiLU.forward"),
+        ("a function of torch.nn", "torch.nn.functional.layer_norm"),
+        ("torch's attention", "torch.nn.functional.scaled_dot_product_attention"),
+        ("a function of torch", "torch.addcmul"),
+    ],
+)
+def test_a_network_whose_code_a_pack_has_replaced_is_sampled_by_comfyui_itself(
+    alone: Group, what: str, name: str
+) -> None:
+    """From its import on, often: who merely has such a pack is not refused every run."""
+    (run,) = alone.run(f"{REPLACED}sampled_with", replaced=what)
+    assert (run["does something"], run["equal"], len(run["said"])) == (True, True, 1)
+    assert f"replaced {name} by" in run["said"][0]
+    assert "Remove that pack" in run["said"][0]
+
+
+@pytest.mark.parametrize("how", ["a method", "a hook", "a layer"])
+def test_a_vae_whose_layers_a_pack_has_changed_is_decoded_by_comfyui_itself(alone: Group, how: str) -> None:
+    """Make Circular VAE replaces a method of each convolution, before CP VAE or behind it."""
+    (answer,) = alone.run(f"{VAE}changed", how=how)
+    native, equal, reason = answer
+    assert (native, equal) == (True, True)
+    assert "inside its network there is" in reason
+
+
+def test_a_replacement_that_only_passes_on_to_the_original_replaces_nothing(alone: Group, tmp_path: Path) -> None:
+    """ComfyUI-Easy-Use puts one into every UNet, from its import on."""
+    (found,) = alone.run(f"{REPLACED}passed_on", folder=str(tmp_path))
+    assert {name for name, passed in found.items() if passed} == {"keeping", "around", "twice"}
+    assert len(found) == 10
+
+
+@pytest.mark.parametrize("unloaded", [False, True])
+def test_a_method_that_ksampler_has_patched_once_keeps_no_model_from_the_workers(alone: Group, unloaded: bool) -> None:
+    assert alone.run(f"{REPLACED}after_a_patched_run", unloaded=unloaded) == [True]
+
+
+def test_a_packs_callback_of_each_kind_is_called_as_natively_or_refused_by_name(alone: Group) -> None:
+    """A kind that a later ComfyUI adds is judged in judged.py, and refused until model_patches.py has it."""
+    (called,) = alone.run(f"{REPLACED}callbacks_called")
+    wanted = {
+        HONOURED: (["native", "workers"],), REFUSED: (["native", "refused"],), WITHOUT_EFFECT: ([],)
+    }  # fmt: skip
+    assert called.keys() == CALLBACKS.keys()
+    for name, (verdict, _) in CALLBACKS.items():
+        assert called[name] in wanted[verdict], name
+
+
+def test_clones_for_other_gpus_are_left_out_where_workers_divide_a_run(alone: Group) -> None:
+    (runs,) = alone.run(f"{REPLACED}with_clones_for_gpus")
+    assert runs["in the workers"] == {"equal": True, "stays": False, "said": 0, "clone loaded": False}
+    assert runs["in ComfyUI's process"] == {"equal": True, "stays": True, "said": 1, "clone loaded": False}
 
 
 @pytest.mark.parametrize("dynamic_vram", [False, True])

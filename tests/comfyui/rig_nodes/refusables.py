@@ -169,6 +169,11 @@ class Tampered(io.ComfyNode):
             network.double_blocks[1].comfy_attention = ComfyAttention()
         elif kind == "hook":
             network.double_blocks[0].register_forward_hook(lambda module, args, out: (-out[0], out[1]))
+        elif kind == "torch's method":
+            patched.set_model_unet_function_wrapper(partial(_with_other_torch, torch.nn.SiLU, "forward"))
+        elif kind == "torch's attention":
+            owner, name = torch.nn.functional, "scaled_dot_product_attention"
+            patched.set_model_unet_function_wrapper(partial(_with_other_torch, owner, name))
         elif kind in IN_PLACE:
             IN_PLACE[kind](patched.model)
         else:
@@ -221,6 +226,17 @@ def _negated(network: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _tampering(network: Any, evaluate: Any, args: dict[str, Any]) -> torch.Tensor:
     network = evaluate.__self__.diffusion_model if network is None else network
     with patch.multiple(network, forward_orig=MethodType(_negated, network)):
+        return evaluate(args["input"], args["timestep"], **args["c"])
+
+
+def _with_other_torch(owner: Any, name: str, evaluate: Any, args: dict[str, Any]) -> torch.Tensor:
+    """As AnimateDiff-Evolved replaces torch's GroupNorm for the time of a run."""
+    original = getattr(owner, name)
+
+    def halved(*given: Any, **named: Any) -> Any:
+        return original(*given, **named) / 2
+
+    with patch.object(owner, name, halved):
         return evaluate(args["input"], args["timestep"], **args["c"])
 
 
