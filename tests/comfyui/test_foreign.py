@@ -203,6 +203,25 @@ def test_a_network_that_a_pack_changes_during_a_run_is_refused_the_degrees_that_
 
 
 @pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("torch's method", r"SiLU\.forward"),
+        ("torch's attention", r"torch\.nn\.functional\.scaled_dot_product_attention"),
+    ],
+)
+def test_code_of_torchs_that_a_pack_replaces_during_a_run_is_honoured_or_refused(
+    server: Server, kind: str, name: str
+) -> None:
+    """AnimateDiff-Evolved replaces torch's GroupNorm for the time of a run."""
+    picture = on_the_model("CPTestTampered", kind=kind)
+    want, plain_one = (latent_of(server.client.run(graph)) for graph in (picture(None), plain(FLUX, None)))
+    assert apart(want, plain_one) > 0.01
+    assert apart(latent_of(server.client.run(picture(Parallel(devices="cpu,cpu")))), want) <= BAR
+    with pytest.raises(NodeError, match=name):
+        server.client.run(picture(RING_2))
+
+
+@pytest.mark.parametrize(
     ("kind", "says"),
     [
         ("method", "Flux.forward_orig"), ("block", r"double_blocks\.0\.forward"),

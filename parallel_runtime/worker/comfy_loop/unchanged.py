@@ -11,10 +11,10 @@ from ...errors import Refused
 
 
 class Unchanged:
-    """What a network's modules are as a run begins."""
+    """What a network's modules, and the code of their classes and of torch's layers, are as a run begins."""
 
     def __init__(self, network: nn.Module) -> None:
-        self._network, self._before = network, _modules(network)
+        self._network, self._before, self._code = network, _modules(network), _code_of(network)
 
     def check(self) -> None:
         """Raises Refused, on every rank alike, for a module that is another one by now, or has other methods."""
@@ -22,6 +22,12 @@ class Unchanged:
         changed = next((name for name in now if now[name] != self._before.get(name)), None)
         if changed is not None:
             raise Refused("network.meanwhile", what=changed or type(self._network).__name__)
+        replaced = next(
+            (place for place, code in _code_of(self._network).items() if code is not self._code.get(place)), None
+        )
+        if replaced is not None:
+            owner, name = replaced
+            raise Refused("network.meanwhile", what=f"{owner.__name__}.{name}")
 
 
 def _modules(network: nn.Module) -> dict[str, Any]:
@@ -29,6 +35,13 @@ def _modules(network: nn.Module) -> dict[str, Any]:
     methods on modules that it has unpatched, so names alone do not tell."""
     return {name: (type(module), _own_methods(module), [*map(id, module._modules.values())])
             for name, module in network.named_modules()}  # fmt: skip
+
+
+def _code_of(network: nn.Module) -> dict[tuple[Any, str], Any]:
+    """Returns by owner and name the methods of the modules' classes, torch's among them, and what torch's layers call:
+    a split network runs other code than these in places."""
+    owners = {base for module in network.modules() for base in type(module).__mro__} | {nn.functional}
+    return {(owner, name): code for owner in owners for name, code in vars(owner).items() if callable(code)}
 
 
 def _own_methods(module: nn.Module) -> list[tuple[str, int]]:
