@@ -137,7 +137,7 @@ def _replaced_in_networks(network: nn.Module) -> Iterator[tuple[str, str]]:
     yield from _replaced(_modules_of(kinds), classes=False)
     for module, names in ((torch, _torch_functions()), (nn.functional, _own_names(nn.functional))):
         for name in names:
-            if _replaces(vars(module).get(name), f"{module.__name__}.{name}"):
+            if _replaces(vars(module).get(name), module.__name__, name):
                 yield f"{module.__name__}.{name}", _name_in_pack(vars(module)[name])
     attention = nn.functional.scaled_dot_product_attention
     if attention is not torch._C._nn.scaled_dot_product_attention and not _is_of_a_pack(attention):
@@ -160,8 +160,9 @@ def _methods(kind: type) -> frozenset[str]:
 def _replaced_methods(base: type) -> Iterator[tuple[str, Any]]:
     """Yields the methods that another pack has replaced in a class of ComfyUI's or torch's."""
     if base.__module__.partition(".")[0] in OWNERS:
+        owner = f"{base.__module__}.{base.__qualname__}"
         for name, value in vars(base).items():
-            if _replaces(value, f"{base.__module__}.{base.__qualname__}.{name}"):
+            if _replaces(value, owner, name):
                 yield name, value
 
 
@@ -171,7 +172,7 @@ def _replaced(modules: Iterable[ModuleType], *, classes: bool = True) -> Iterato
     for module in modules:
         for name in _own_names(module):
             value = vars(module).get(name)
-            if _replaces(value, f"{module.__name__}.{name}"):
+            if _replaces(value, module.__name__, name):
                 yield f"{module.__name__}.{name}", _name_in_pack(value)
             elif classes and isinstance(value, type) and value.__module__ == module.__name__:
                 for method, code in (found for base in value.__mro__ for found in _replaced_methods(base)):
@@ -216,9 +217,9 @@ def _is_of_a_pack(value: Any) -> bool:
     return CUSTOM_NODES in file and not file.startswith(OURS)
 
 
-def _replaces(value: Any, original: str) -> bool:
-    """Is `value`, under the name `original`, of a pack, and more than a passage to what had that name?"""
-    return _is_of_a_pack(value) and not _passes_on(value, original)
+def _replaces(value: Any, owner: str, name: str) -> bool:
+    """Is `value`, under the name `owner.name`, of a pack, and more than a passage to what had that name?"""
+    return _is_of_a_pack(value) and not _passes_on(value, f"{owner}.{name}")
 
 
 def _passes_on(function: Any, original: str) -> bool:
@@ -294,8 +295,9 @@ def _parameters(function: FunctionType) -> list[inspect.Parameter]:
 
 
 def _file(value: Any) -> str:
-    value = getattr(value, "__func__", value)  # of a static method or class method
-    value = getattr(value, "func", value)  # of functools.partial
+    if not isinstance(value, FunctionType):
+        value = getattr(value, "__func__", value)  # of a static method or class method
+        value = getattr(value, "func", value)  # of functools.partial
     if isinstance(value, FunctionType):
         return value.__code__.co_filename
     if isinstance(value, type):
