@@ -94,7 +94,7 @@ REFUSED: list[tuple[str, Node]] = [
 @pytest.mark.sweep(one_in=3)
 @pytest.mark.parametrize(("name", "refused"), REFUSED, ids=lambda value: str(value))
 def test_what_changes_the_network_is_refused_by_name_with_the_way_out(server: Server, name: str, refused: Node) -> None:
-    with pytest.raises(NodeError, match=f"{name}.*(remove it|set both to 0)"):
+    with pytest.raises(NodeError, match=f"{name}.*(remove it|set ring_degree to 0)"):
         server.client.run(graph(FLUX, refused))
 
 

@@ -87,7 +87,7 @@ def test_heads_travel_in_proportion() -> None:
         ((3, 2, 1), "shares are one per worker, 2 of them, got 3: 3,2,1"),
         ((3,), "2 of them, got 1: 3"),
         ((3, -1), "start at 0, got 3,-1"),
-        ((0, 0), "shares 0,0 leave a prompt or an image without a worker"),
+        ((0, 0), "shares 0,0 gives a prompt or an image to nobody"),
     ],
 )
 def test_shares_that_cannot_be_are_refused(shares: tuple[int, ...], says: str) -> None:
