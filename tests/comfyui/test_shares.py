@@ -102,5 +102,5 @@ def test_workers_of_unlike_memory_have_as_much_of_the_weights_as_each_may_take(c
 
 def test_another_number_of_shares_than_workers_is_refused(server: Server) -> None:
     graph = sampling_graph(Job(family="flux_dev"), "CPSampler", replace(DEGREES["ulysses_2"], shares="1,4,2"))
-    with pytest.raises(NodeError, match="shares '1,4,2' names 3, and the number of workers is 2: name 2"):
+    with pytest.raises(NodeError, match=r"shares '1,4,2' has 3 number\(s\) for 2 worker\(s\); write 2"):
         server.client.run(graph)
