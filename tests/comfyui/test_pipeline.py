@@ -159,7 +159,7 @@ def test_patches_are_the_same_with_others(server: Server, parallel: Parallel) ->
         (8, replace(PATCHED, patches=64), "patches is 64, and this latent makes 35 tokens"),
         (8, replace(PATCHED, step_cache=0.1), r"step_cache 0\.1.*set step_cache to 0"),
         (8, replace(PATCHED, compile="on"), r"patches 2 cannot go with.*torch\.compile.*set patches to 1"),
-        (8, replace(PATCHED, pipeline_degree=1), "patches 2 would follow each other.*pipeline_degree is 1"),
+        (8, replace(PATCHED, pipeline_degree=1), "patches 2 needs a pipeline; set patches to 1"),
     ],
 )
 def test_what_patches_cannot_do_is_refused_by_name(
@@ -203,7 +203,7 @@ def test_a_native_sampler_has_no_patches(server: Server) -> None:
             replace(PATCHED, patches=64),
             r"cannot work: patches is 64, and this latent makes 35 tokens.*\nWith patches 35:",
         ),
-        (replace(PATCHED, pipeline_degree=1), r"cannot work: patches 2 would follow each other.*\nWith patches 1:"),
+        (replace(PATCHED, pipeline_degree=1), r"cannot work: patches 2 needs a pipeline.*\nWith patches 1:"),
     ],
     ids=["can", "too many", "no pipeline"],
 )
