@@ -194,7 +194,7 @@ def test_noise_levels_that_are_no_numbers_give_a_latent_that_is_none(pair, flux)
 def test_a_payload_over_the_limit_is_refused_unallocated_and_the_group_lives(pair, flux):
     job = flux_job()
     job.positive["y"] = torch.zeros(1).expand(1 << 20, 1 << 20)
-    with pytest.raises(Refused, match=r"a payload of 4096\.0 GiB is over the limit of 16\.0 GiB"):
+    with pytest.raises(Refused, match=r"would send 4096\.0 GiB to the workers, and the limit is 16\.0 GiB"):
         pair.run(flux, ULYSSES, job)
     assert pair.activity.now.state == "idle"
     samples(pair, flux, ULYSSES)
