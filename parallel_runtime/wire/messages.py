@@ -170,7 +170,7 @@ class Failed:
     def of(cls, rank: int, error: Exception) -> Failed:
         """Cuts texts so that the message fits into a packet, whatever the characters."""
         text = "".join(traceback.format_exception(error))[-8000:]
-        if isinstance(error, ParallelError):  # a sentence by itself
+        if isinstance(error, ParallelError) and not isinstance(error, Refused):  # a sentence by itself
             kind: Any = "out_of_memory" if isinstance(error, OutOfMemory) else "raised"
             return cls(Cause(kind=kind, rank=rank), to_json(error.sentence), text)
         last = traceback.extract_tb(error.__traceback__)[-1]
