@@ -60,6 +60,7 @@ class Torchrun:
         self._ranks = ranks
         self._printed: dict[int | None, OutputReader] = {}  # by rank; None: torchrun
         self._report: Connection | None = None
+        self._closing = threading.Lock()
         self._ended: Ended | None = None
         self._secrets: tuple[str, ...] = (self.folder,)
         try:
@@ -141,16 +142,18 @@ class Torchrun:
                 os.killpg(self.agent.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Ends torchrun, and waits for the workers' output to end. Idempotent."""
-        if self._report is not None:
-            self.kill()
-            self.agent.wait()
-            assert self.agent.stdin is not None
-            self.agent.stdin.close()
-            self._report.close()
-        for printed in self._printed.values():
-            printed.end(GRACE_SECONDS)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Ends torchrun, and waits for the workers' output to end. Idempotent, also on two threads: ComfyUI may end
+        while a run loses its workers."""
+        with self._closing:
+            if self._report is not None:
+                self.kill()
+                self.agent.wait()
+                assert self.agent.stdin is not None
+                self.agent.stdin.close()
+                self._report.close()
+            for printed in self._printed.values():
+                printed.end(GRACE_SECONDS)
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def _note(self, rank: int, text: str) -> None:
         self._journal.note(text, rank, hide=self._secrets)
@@ -160,7 +163,7 @@ class Torchrun:
 class OutputReader:
     """Reads lines from a stream. `last_line` is the last non-empty one. `take` is called with every line."""
 
-    def __init__(self, stream: IO[bytes], take: Callable[[str], None], writer: int | None = None) -> None:
+    def __init__(self, stream: IO[bytes], take: Callable[[str], None], writer: IO[bytes] | None = None) -> None:
         self.last_line = ""
         self._stream = stream
         self._take = take
@@ -172,18 +175,17 @@ class OutputReader:
     def from_fifo(cls, fifo: str, take: Callable[[str], None]) -> OutputReader:
         """Makes a FIFO and reads it. A writer is kept open here, so that opening it never blocks."""
         os.mkfifo(fifo, 0o600)
-        writer = os.open(fifo, os.O_RDWR)
+        writer = open(fifo, "r+b", buffering=0)
         try:
             return cls(open(fifo, "rb"), take, writer)
         except OSError:  # such as too many open files
-            os.close(writer)
+            writer.close()
             raise
 
     def end(self, seconds: float) -> None:
         """Waits so long for the remaining output of a process that has ended. Idempotent."""
         if self._writer is not None:
-            os.close(self._writer)
-            self._writer = None
+            self._writer.close()
         self._thread.join(seconds)
 
     def _read(self) -> None:

@@ -2,10 +2,12 @@
 
 import os
 import resource
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import pytest
 
-from parallel_runtime.group.torchrun import OutputReader, Rendezvous, environment
+from parallel_runtime.group.torchrun import OutputReader, Rendezvous, Torchrun, environment
 
 
 @pytest.fixture
@@ -92,3 +94,19 @@ def test_a_pipe_that_cannot_be_opened_leaves_no_descriptor(tmp_path):
     now = os.dup(0)
     os.close(now)
     assert now == free
+
+
+def test_threads_that_close_it_at_once_leave_nothing_behind():
+    """A run that loses its workers closes them, and so does a ComfyUI that ends at that moment."""
+    barrier = Barrier(8)
+
+    def close(torchrun: Torchrun) -> None:
+        barrier.wait()
+        torchrun.close()
+
+    with ThreadPoolExecutor(8) as threads:
+        for _ in range(20):
+            torchrun = Torchrun(range(32))
+            for closed in [threads.submit(close, torchrun) for _ in range(8)]:
+                closed.result()
+            assert not os.path.exists(torchrun.folder)
