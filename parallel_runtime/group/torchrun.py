@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from io import FileIO
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -163,7 +164,7 @@ class Torchrun:
 class OutputReader:
     """Reads lines from a stream. `last_line` is the last non-empty one. `take` is called with every line."""
 
-    def __init__(self, stream: IO[bytes], take: Callable[[str], None], writer: IO[bytes] | None = None) -> None:
+    def __init__(self, stream: IO[bytes], take: Callable[[str], None], writer: FileIO | None = None) -> None:
         self.last_line = ""
         self._stream = stream
         self._take = take
@@ -175,7 +176,7 @@ class OutputReader:
     def from_fifo(cls, fifo: str, take: Callable[[str], None]) -> OutputReader:
         """Makes a FIFO and reads it. A writer is kept open here, so that opening it never blocks."""
         os.mkfifo(fifo, 0o600)
-        writer = open(fifo, "r+b", buffering=0)
+        writer = FileIO(fifo, "r+")
         try:
             return cls(open(fifo, "rb"), take, writer)
         except OSError:  # such as too many open files
