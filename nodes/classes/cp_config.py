@@ -21,7 +21,8 @@ class CPParallelConfig(io.ComfyNode):
             node_id="CPParallelConfig",
             display_name="CP Parallel Config",
             category=CATEGORY,
-            description="How CP Sampler divides one image or video over GPUs. Optional: without it every GPU is used.",
+            description="How CP Sampler divides one image or video over GPUs. Optional: without it the default devices "
+            "are used.",
             search_aliases=["multi gpu", "ring attention", "ulysses", "context parallel", "sequence parallel"],
             inputs=[_input(widget) for widget in widgets()],
             outputs=[CPConfig.Output(display_name="cp_config", tooltip="For the CP nodes.")],

@@ -20,7 +20,9 @@ from .cp_config import CATEGORY, CPConfig
 
 SEARCH = ["ksampler", "several gpus", "multi gpu", "multiple gpus", "distributed", "parallel", "context parallel"]
 CP_CONFIG_INPUT = CPConfig.Input(
-    "cp_config", optional=True, tooltip="How to divide the work. Unconnected: every GPU, degrees chosen for the model."
+    "cp_config",
+    optional=True,
+    tooltip="How to divide the work. Unconnected: the default devices, degrees chosen for the model.",
 )
 TOOLTIPS = {  # for inputs and outputs to which neither the native node nor KSampler gives a tooltip
     "add_noise": "Off, or disable, if the latent has its noise already: from a sampler of earlier steps.",

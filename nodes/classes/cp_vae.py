@@ -39,7 +39,8 @@ class CPVAE(io.ComfyNode):
                 CPConfig.Input(
                     "cp_config",
                     optional=True,
-                    tooltip="Which workers. Unconnected: the ones that a CP sampler has started, else every GPU.",
+                    tooltip="Which workers. Unconnected: the ones that a CP sampler has started, else the default "
+                    "devices.",
                 ),
             ],
             outputs=[io.Vae.Output(tooltip="For every node that takes a VAE.")],

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from comfy.model_patcher import ModelPatcher
-from comfy.patcher_extension import WrappersMP
+from comfy.patcher_extension import CallbacksMP, WrappersMP
 from torch import Tensor, nn
 
 from ...parallel_runtime.architectures import architecture_of
@@ -29,7 +29,8 @@ from .model_patches import AROUND_NETWORK, native_network, wrappers_of
 
 STATELESS = (*PLAIN.__args__, Enum, type, types.ModuleType, Tensor, torch.dtype, nn.Module, ModelPatcher)
 FUNCTION = "model_function_wrapper"  # the model option that is called around each evaluation
-AROUND = (WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL)  # wrappers around one evaluation
+# Wrappers around one evaluation, and the callback between two with different hooks.
+AROUND = (WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL, CallbacksMP.ON_APPLY_HOOKS)
 
 
 def is_batch_coupled(model: ModelPatcher, options: dict[str, Any]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import itertools
 import os
 import sys
 from collections.abc import Collection, Iterable, Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import comfy.ldm.modules.attention
 import comfy.model_management
 import torch
 from comfy.model_patcher import ModelPatcher
@@ -32,6 +34,9 @@ LOOP = (  # modules, and packages, whose code the workers run around the network
 )  # fmt: skip
 IN_COMFYUI = {"KSampler", "sample", "ksampler", "sampler_object", "calculate_sigmas"}  # run in ComfyUI's process alone
 MERGES = ("comfy.lora", "comfy.weight_adapter.")
+GLIGEN = ("comfy.gligen",)
+ATTENTION = ("optimized_attention", "optimized_attention_masked")  # modules of networks import ComfyUI's choice so
+CHOSEN_ATTENTION = comfy.ldm.modules.attention.optimized_attention  # before a node has set another, as packs' do
 
 
 def check_loop() -> None:
@@ -42,9 +47,9 @@ def check_loop() -> None:
             raise Unsendable("unsendable.code", name=name, code=code)
 
 
-def check_merging() -> None:
-    """Raises Unsendable for code of ComfyUI's that merges patches into weights, where another pack has replaced it."""
-    for name, code in _replaced(_loaded(MERGES)):
+def check_code(modules: tuple[str, ...]) -> None:
+    """Raises Unsendable for code of these modules that another pack has replaced."""
+    for name, code in _replaced(_loaded(modules)):
         raise Unsendable("unsendable.code", name=name, code=code)
 
 
@@ -134,7 +139,12 @@ def _replaced_in_networks(network: nn.Module) -> Iterator[tuple[str, str]]:
     for base in {base for kind in kinds for base in kind.__mro__} | {torch.Tensor}:
         for name, code in _replaced_methods(base):
             yield f"{base.__module__}.{base.__qualname__}.{name}", _name_in_pack(code)
-    yield from _replaced(_modules_of(kinds), classes=False)
+    modules = [*_modules_of(kinds)]
+    yield from _replaced(modules, classes=False)
+    for module, name in itertools.product(modules, ATTENTION):
+        attention = vars(module).get(name, CHOSEN_ATTENTION)
+        if is_comfyui(attention) and attention is not CHOSEN_ATTENTION:
+            yield f"{module.__name__}.{name}", qualified_name(attention)
     for module, names in ((torch, _torch_functions()), (nn.functional, _own_names(nn.functional))):
         for name in names:
             if _replaces(vars(module).get(name), module.__name__, name):

@@ -29,6 +29,7 @@ from .model_patches import native_model
 NETWORK, LATENT_FORMAT = "diffusion_model", "latent_format"
 SAMPLES = 16  # of a weight
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)  # whose modules run because they are there
+KINDS = (Tensor, nn.Parameter)  # of weights that are compared
 CACHED = "_cached"  # ends the names of what a forward keeps for longer sequences
 
 
@@ -119,10 +120,10 @@ def _parts(model: BaseModel) -> Iterator[tuple[str, Any]]:
     yield LATENT_FORMAT, model.latent_format
     for path, module in model.diffusion_model.named_modules(prefix=NETWORK):
         yield path, module
-        for name, value in vars(module).items():
-            kind: Any = type(value)
-            if _has_attributes(kind):
-                yield f"{path}.{name}", value
+        values = vars(module)
+        kinds: set[Any] = {*map(type, values.values())}  # a few, which are quicker to look at than all values
+        if own := {*filter(_has_attributes, kinds)}:
+            yield from ((f"{path}.{name}", value) for name, value in values.items() if type(value) in own)
 
 
 @functools.cache
@@ -199,13 +200,14 @@ def _changed_values(
 
 def _check_weights(parts: dict[str, Any], model: ModelPatcher, loaded: Loaded, path: str) -> None:
     """Raises Refused for a weight without patches whose samples are not the file's, rounded to its dtype."""
-    groups: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
+    groups: dict[tuple[int, torch.dtype], dict[str, Tensor]] = {}  # by device
     for name, weight in _weights(parts, loaded.parts, model):
-        shape = loaded.shapes.get(name)
-        if shape is not None and shape != weight.shape and isinstance(weight, nn.Parameter):
-            _refuse(name, str(tuple(weight.shape)), str(tuple(shape)), path)
-        if shape == weight.shape and not weight.is_meta:
-            groups.setdefault((weight.device, weight.dtype), {})[name] = _sample(weight)
+        found_shape, shape = weight.shape, loaded.shapes.get(name)
+        if shape == found_shape:
+            if not weight.is_meta:
+                groups.setdefault((weight.get_device(), weight.dtype), {})[name] = _sample(weight)
+        elif shape is not None and isinstance(weight, nn.Parameter):
+            _refuse(name, str(tuple(found_shape)), str(tuple(shape)), path)
     for (_, dtype), samples in groups.items():
         found = torch.cat([*samples.values()]).cpu().double()
         expected = torch.cat([loaded.samples[name] for name in samples]).to(dtype).double()
@@ -232,10 +234,12 @@ def _weights(
         for name, tensor in tensors.items():
             if tensor is None or name.endswith(CACHED):
                 continue
-            tensor = backup.get(f"{path}.{name}", tensor)
-            tensor = getattr(tensor, "_qdata", tensor)  # of ComfyUI's quantised weights
-            if type(tensor) in (Tensor, nn.Parameter):
-                yield f"{path}.{name}", tensor
+            key = f"{path}.{name}"
+            tensor = backup.get(key, tensor)
+            if type(tensor) not in KINDS:
+                tensor = getattr(tensor, "_qdata", None)  # of ComfyUI's quantised weights
+            if type(tensor) in KINDS:
+                yield key, tensor
 
 
 def _sample(weight: Tensor) -> Tensor:

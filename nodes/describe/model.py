@@ -46,7 +46,7 @@ from ...parallel_runtime.specs import ModelSpec, SourceFile
 from .batch_coupling import is_batch_coupled, network_couples_images
 from .control_nets import Conds, controls_of, count_residuals, gligens_of, weight_bytes
 from .describer import describer
-from .foreign_code import check_layers, check_merging, check_model, check_network
+from .foreign_code import MERGES, check_code, check_layers, check_model, check_network
 from .in_place import changed_attributes
 from .local_devices import plan_inputs
 from .model_patches import OVERRIDE, check_network_patches, compilation, native_network, replaced_methods
@@ -106,7 +106,9 @@ class DescribedModel:
 
     def with_partner(self, other: DescribedModel) -> DescribedModel:
         """Returns this MODEL with the one that a guider evaluates the negative prompt with. Workers have both, and keep
-        the blocks of both in the same places. Raises ValueError for networks that are not split alike."""
+        the blocks of both in the same places. Raises ValueError for networks that are not split alike, Refused for
+        weight patches that are too large together."""
+        check_size([self.weight_patches.tensors, other.weight_patches.tensors])
         own, others = self.stats, other.stats
         if self.architecture is not other.architecture or (own.heads, own.width) != (others.heads, others.width):
             raise ValueError("networks that are not split alike")
@@ -292,7 +294,7 @@ def describe_weight_patches(model: ModelPatcher) -> Described:
     described, patches_describer = {}, describer(packs=False)
     try:
         if model.patches:
-            check_merging()
+            check_code(MERGES)
         for key, patches in model.patches.items():
             described[key] = patches_describer.describe(list(patches), f"the LoRA or merge on {key}")
     except Unsendable as unsendable:

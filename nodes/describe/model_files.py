@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.loading.fingerprint import check_unchanged, stat_file
 from ...parallel_runtime.specs import SourceFile
+from .foreign_code import GLIGEN, check_code
 
 SAFETENSORS = (".safetensors", ".sft")
 FOLDER = "model_patches"
@@ -48,7 +49,8 @@ def patch_file(model: ModelPatcher) -> dict[str, Any]:
 
 def gligen_file(network: Gligen) -> dict[str, Any]:
     """Describes the network of GLIGENLoader: its SourceFile, and the dtype that it has in ComfyUI. Raises LookupError
-    where no file has its weights, Refused where the file has changed."""
+    where no file has its weights, Refused where the file has changed, Unsendable where a pack has replaced its code."""
+    check_code(GLIGEN)
     file = source_file(GLIGEN_FOLDER, network, network.parameters())
     dtype = next(network.parameters()).dtype
     return {"kind": "gligen", **asdict(file), "dtype": str(dtype).removeprefix("torch.")}

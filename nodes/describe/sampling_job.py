@@ -11,7 +11,7 @@ import comfy.model_management
 import comfy.samplers
 from comfy.hooks import EnumHookType
 from comfy.model_patcher import ModelPatcher
-from comfy.patcher_extension import WrappersMP
+from comfy.patcher_extension import CallbacksMP, WrappersMP
 from torch import Tensor
 
 from ...parallel_runtime.architectures.split_plan import SplitLike
@@ -163,16 +163,20 @@ def describe_on_model(
     callbacks. Raises Unsendable."""
     if "registered_hooks" in options and options["registered_hooks"].get_type(EnumHookType.TransformerOptions):
         raise Unsendable("unsendable.hook")
+    for callback in model.get_all_callbacks(CallbacksMP.ON_REGISTER_ALL_HOOK_PATCHES):
+        raise Unsendable("unsendable.registers", name=qualified_name(callback))  # a worker would call it once more
     for name, models in model.additional_models.items():
         if models and name != MULTIGPU:
             raise Unsendable("unsendable.models", name=name)
+    # ComfyUI detaches this process's clones of a MODEL, whose objects have what the run has left, as they go.
+    callbacks = {kind: groups for kind, groups in model.callbacks.items() if kind != CallbacksMP.ON_DETACH}
     objects = {"model_sampling": model.get_model_object("model_sampling"), **model.object_patches}
     objects.pop("manual_cast_dtype", None)  # DescribedModel has it
     return [
         describer.describe(objects, "the MODEL"),
         describe_options(options, size, describer),
         describe_functions(options["transformer_options"].get("wrappers", {}), "wrapper", describer),
-        describe_functions(model.callbacks, "callback", describer),
+        describe_functions(callbacks, "callback", describer),
     ]
 
 

@@ -19,11 +19,12 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 from comfy.weight_adapter import WeightAdapterBase
 from comfy_api.torch_helpers.torch_compile import COMPILE_KEY
 from torch import nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
 from ...parallel_runtime.errors import Refused
 from ...parallel_runtime.group.runtime import runtime
-from ...parallel_runtime.jobs import EvaluationJob
+from ...parallel_runtime.jobs import Described, EvaluationJob
+from ...parallel_runtime.loading.object_codec import PLAIN, Describer
 from ...parallel_runtime.planning.network_stats import Work
 from ...parallel_runtime.planning.run_plan import RunPlan
 from ...parallel_runtime.request import ParallelRequest
@@ -44,6 +45,7 @@ from .comfy_memory import CPU, GroupModel, WeightlessPatcher
 from .lease import lease_with_plan
 
 INNER_FORWARD = "_forward"  # ComfyUI's networks call this method inside the wrappers around them
+Objects = dict[int, tuple[Any, Described]]  # by id, alive so that no other object gets it, with its description
 EvaluateCall = Callable[[str, dict[str, Any]], Any]  # evaluates a method of a network with these arguments
 METHODS = ("preprocess_text_embeds",)  # methods of a network that code outside of it calls
 
@@ -157,6 +159,7 @@ class RemoteEvaluation:
         self._described: DescribedModel | None = None  # during a run
         self._model: GroupModel | None = None  # the workers' model at the last evaluation
         self._plans: dict[tuple[Work, bool], RunPlan] = {}  # this run's plans by work and batch_coupled
+        self._objects: Objects = {}  # this run's
 
     def begin(self, model: ModelPatcher) -> None:
         """Describes MODEL for the evaluations that follow. Raises Refused where no worker could have its network."""
@@ -191,7 +194,7 @@ class RemoteEvaluation:
         job = EvaluationJob(
             call_arguments=each,
             options=options,
-            cond_arguments=conds,
+            cond_arguments=with_described_objects(conds, self._objects),
             weight_patches=described.weight_patches,
             batch_coupled=batch_coupled,
             method=method,
@@ -213,7 +216,7 @@ class RemoteEvaluation:
             runtime.end_evaluations()
             self._model.free(self._request.after_sampling)
         self._described = self._model = None
-        self._plans = {}
+        self._plans, self._objects = {}, {}
 
 
 def split_arguments(arguments: dict[str, Any], method: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -222,6 +225,22 @@ def split_arguments(arguments: dict[str, Any], method: str) -> tuple[dict[str, A
     changing = [] if method in METHODS else [*[*given][:2], "a_timestep", "control"]  # LTX-2 has a time for audio
     each = {key: value for key, value in given.items() if key in changing}
     return each, {key: value for key, value in given.items() if key not in each}
+
+
+def with_described_objects(conds: dict[str, Any], known: Objects) -> dict[str, Any]:
+    """Returns conditions with ComfyUI's objects in them (MiniMax H3's layout) described, each once for all evaluations
+    that share `known`: those that are sent are compared with the last ones. Raises Unsendable."""
+
+    def described(part: Any) -> Any:
+        if isinstance(part, (torch.Tensor, *PLAIN.__args__)):
+            return part
+        if id(part) not in known:
+            parts = Describer(packs=False)
+            known[id(part)] = part, Described(parts.describe(part, "the CONDITIONING"), parts.tensors)
+        return known[id(part)][1]
+
+    made: dict[str, Any] = tree_map(described, conds)
+    return made
 
 
 def _sizes(each: dict[str, Any], conds: dict[str, Any]) -> tuple[tuple[int, ...], int]:

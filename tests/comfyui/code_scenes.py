@@ -6,6 +6,7 @@ import logging
 import os
 import tempfile
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -162,11 +163,22 @@ def merged_by_workers(rank: int, world: int, layout: str) -> bool:
     return torch.equal(by_workers, merged) and not torch.equal(merged, own.float())
 
 
-def too_large(rank: int, world: int, of_hook: bool) -> str:
-    """Why a merge, or a hook with a model as LoRA, of 22 GiB is refused before workers start."""
+def too_large(rank: int, world: int, what: str) -> str:
+    """Why a merge, two MODELs of a guider, each with a merge, or a hook with a model as LoRA, of 22 GiB are refused
+    before workers start."""
     weights = {f"w{index}": torch.zeros(1, dtype=torch.bfloat16).expand(1 << 27) for index in range(88)}
     try:
-        if of_hook:
+        if what == "two MODELs":
+            halves = (
+                {name: weights[name] for name in [*weights][::2]},
+                {name: weights[name] for name in [*weights][1::2]},
+            )
+            own, other = (
+                replace(_described("FLUX"), weight_patches=pack_module("parallel_runtime.jobs").Described({}, half))
+                for half in halves
+            )
+            own.with_partner(other)
+        if what == "hook":
             hooks = comfy.hooks.create_hook_model_as_lora(weights, None, 0.5, 0.0)
             node_module("describe.sampling_job").describe_conds({"positive": [{"hooks": hooks}]}, {}, code.describer())
         model, cpu = torch.nn.Module(), torch.device("cpu")

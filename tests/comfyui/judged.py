@@ -128,12 +128,14 @@ WRAPPERS = {
     "DIFFUSION_MODEL": (HONOURED, "in the workers; all prompts and images stay together"),
 }  # fmt: skip
 
-CALLBACKS = {  # of packs: the loop stays in ComfyUI's process. ComfyUI's own ones are called by every worker
+CALLBACKS = {  # of packs
     "ON_CLONE": (HONOURED, "called by ComfyUI's process whenever the MODEL is cloned"),
-    **alike(HONOURED, "called by ComfyUI's process around each run, for the MODEL without weights",
-            "ON_DETACH ON_CLEANUP ON_PRE_RUN ON_PREPARE_STATE ON_REGISTER_ALL_HOOK_PATCHES"),
+    **alike(HONOURED, "in every worker; those of a pack that workers cannot have, by ComfyUI's process around each run",
+            "ON_CLEANUP ON_PRE_RUN ON_PREPARE_STATE"),
+    "ON_DETACH": (HONOURED, "called by ComfyUI's process, which has what the workers' run has left"),
+    "ON_APPLY_HOOKS": (HONOURED, "in every worker, which then evaluates all prompts; hooks are refused stepwise"),
+    "ON_REGISTER_ALL_HOOK_PATCHES": (STEPWISE, "called by ComfyUI's process before a run is described"),
     "ON_LOAD": (REFUSED, "it may change weights or layers that are loaded, and workers load their own"),
-    "ON_APPLY_HOOKS": (WITHOUT_EFFECT, "called for hooks alone, which are refused where the loop stays there"),
     **alike(WITHOUT_EFFECT, "called for injections alone, which are refused", "ON_INJECT_MODEL ON_EJECT_MODEL"),
     **alike(WITHOUT_EFFECT, "called for clones on other GPUs alone, which are left out",
             "ON_DEEPCLONE_MULTIGPU ON_MATCH_MULTIGPU_CLONES"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +15,9 @@ from typing import Any
 from .callback_scenes import ONE, demo, errors, remote, run_arguments
 from .pack import node_module
 
-import comfy.ldm.flux.layers  # isort: skip  # the scenes have made ComfyUI importable
+import comfy.gligen  # isort: skip  # the scenes have made ComfyUI importable
+import comfy.ldm.flux.layers  # isort: skip
+import comfy.ldm.modules.attention  # isort: skip
 import comfy.lora  # isort: skip
 import comfy.k_diffusion.sampling  # isort: skip
 import comfy.model_base  # isort: skip
@@ -25,7 +29,8 @@ import comfy.samplers  # isort: skip
 import torch  # isort: skip
 
 OUTER_SAMPLE = comfy.patcher_extension.WrappersMP.OUTER_SAMPLE
-foreign = node_module("describe.foreign_code")
+foreign, describing = node_module("describe.foreign_code"), node_module("describe.describer")
+model_patches = node_module("describe.model_patches")
 FILE = "/somewhere/custom_nodes/a_pack/nodes.py"
 SOURCE = """
 import functools, torch
@@ -123,6 +128,7 @@ PLACES: dict[str, Callable[[Any], tuple[Any, str]]] = {  # of a MODEL
     "a function of layers": lambda model: (comfy.ops, "scaled_dot_product_attention"),
     "a method of torch": lambda model: (torch.nn.SiLU, "forward"),
     "a function of torch.nn": lambda model: (torch.nn.functional, "layer_norm"),
+    "attention, by another function of ComfyUI's": lambda model: (comfy.ldm.flux.math, "optimized_attention"),
     "torch's attention": lambda model: (torch.nn.functional, "scaled_dot_product_attention"),
     "a function of torch": lambda model: (torch, "addcmul"),
     "a function that merges": lambda model: (comfy.lora, "calculate_weight"),
@@ -173,15 +179,36 @@ def after_a_patched_run(rank: int, world: int, unloaded: bool) -> bool:
     return torch.equal(got, want)
 
 
-def callbacks_called(rank: int, world: int) -> dict[str, list[str]]:
-    """By the name of each kind of callback that ComfyUI has: where a pack's is called, by KSampler's run and the end of
-    its MODEL ("native") and by CP Sampler's ("workers"), or "refused"."""
-    kinds = {name: kind for name, kind in vars(comfy.patcher_extension.CallbacksMP).items() if name.isupper()}
-    return {name: [*_called(kind)] for name, kind in kinds.items()}
+def callbacks_called(rank: int, world: int, names: list[str]) -> dict[str, list[Any]]:
+    """How often a callback, of a pack that no worker has, is called: natively and with CP Sampler, each by two runs of
+    a MODEL and its end; or "refused". By the name of its kind."""
+    return {name: [*_calls(vars(comfy.patcher_extension.CallbacksMP)[name])] for name in names}
 
 
-def _called(kind: str) -> Iterator[str]:
-    for where in ("native", "workers"):
+def why_no_gligen(rank: int, world: int, inside: bool) -> str:
+    """Why a prompt with GLIGEN is not sent, or what a network's blocks with it are refused for, whose code a pack has
+    replaced."""
+    gligen = comfy.gligen.Gligen([], comfy.gligen.PositionNet(8, 8), 8)
+    patcher = comfy.model_patcher.ModelPatcher(gligen, *[torch.device("cpu")] * 2)
+    attend = a_pack.around(comfy.gligen.Gligen._set_position)
+    with _replaced(comfy.gligen.Gligen, "_set_position", attend):
+        try:
+            if inside:
+                patch = types.MethodType(comfy.gligen.Gligen.set_empty, gligen)
+                model_patches.describe_transformer_options({"patches": {"middle_patch": [patch]}}, None)
+            describing.describer().describe(("position", patcher, []), "the CONDITIONING")
+        except errors.Refused as refused:
+            return str(refused)
+    return ""
+
+
+def callback_names(rank: int, world: int) -> list[str]:
+    """The names of the kinds of callbacks that this ComfyUI has."""
+    return [name for name in vars(comfy.patcher_extension.CallbacksMP) if name.isupper()]
+
+
+def _calls(kind: str) -> Iterator[int | str]:
+    for on_workers in (False, True):
         seen: list[str] = []
 
         def called(*args: Any, seen: list[str] = seen, **kwargs: Any) -> None:
@@ -191,14 +218,16 @@ def _called(kind: str) -> Iterator[str]:
         model = demo.CPDemoModel.execute().result[0].clone()
         model.add_callback(kind, called)
         try:
-            sampled = remote.model_on_workers(model, ONE) if where == "workers" else model.clone()
-            comfy.sample.sample(sampled, *run_arguments(), disable_pbar=True, seed=5)
+            for _ in range(2):
+                sampled = remote.model_on_workers(model, ONE) if on_workers else model
+                comfy.sample.sample(sampled, *run_arguments(), disable_pbar=True, seed=5)
         except errors.Refused as refused:
             yield "refused" if f"the {kind} callback custom_nodes.a_pack." in str(refused) else str(refused)
             continue
         comfy.model_management.unload_all_models()
-        if seen:
-            yield where
+        del sampled, model
+        gc.collect()
+        yield len(seen)
 
 
 def with_clones_for_gpus(rank: int, world: int) -> dict[str, Any]:
@@ -274,6 +303,8 @@ def _heard() -> Iterator[Heard]:
 
 
 def _of_the_pack(replaced: str, original: Any) -> Any:
+    if replaced == "attention, by another function of ComfyUI's":
+        return comfy.ldm.modules.attention.attention_sub_quad
     if replaced == "a layer":
         return a_pack.Layer(original)
     if replaced == "a MODEL's class":

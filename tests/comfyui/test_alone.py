@@ -13,7 +13,7 @@ import pytest
 from ..engine.conftest import Group, Ranks
 from ..zoo import checkpoints
 from .comfy import ComfyInstall
-from .judged import CALLBACKS, HONOURED, REFUSED, WITHOUT_EFFECT
+from .judged import CALLBACKS, REFUSED
 
 VAE, TOGETHER = "tests.comfyui.vae_scenes:", "tests.comfyui.together_scenes:"
 RESIDENCE, SAMPLER = "tests.comfyui.residence_scenes:", "tests.comfyui.sampler_scenes:"
@@ -413,6 +413,7 @@ def test_what_a_pack_adds_to_comfyui_keeps_no_loop_out_of_the_workers(alone: Gro
         ("a function that merges", "comfy.lora.calculate_weight"),
         ("a method of torch", "torch.nn.modules.activation.SiLU.forward"),
         ("a function of torch.nn", "torch.nn.functional.layer_norm"),
+        ("attention, by another function of ComfyUI's", "comfy.ldm.flux.math.optimized_attention"),
         ("torch's attention", "torch.nn.functional.scaled_dot_product_attention"),
         ("a function of torch", "torch.addcmul"),
     ],
@@ -425,6 +426,13 @@ def test_a_network_whose_code_a_pack_has_replaced_is_sampled_by_comfyui_itself(
     assert (run["does something"], run["equal"], len(run["said"])) == (True, True, 1)
     assert f"replaced {name} by" in run["said"][0]
     assert "Remove that pack" in run["said"][0]
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["in a prompt", "in blocks"])
+def test_gligen_whose_code_a_pack_has_replaced_is_refused_by_name(alone: Group, inside: bool) -> None:
+    (why,) = alone.run(f"{REPLACED}why_no_gligen", inside=inside)
+    assert "another pack has replaced comfy.gligen.Gligen._set_position by other code" in why
+    assert ("remove it" in why) == inside
 
 
 @pytest.mark.parametrize("how", ["a method", "a hook", "a layer"])
@@ -448,15 +456,21 @@ def test_a_method_that_ksampler_has_patched_once_keeps_no_model_from_the_workers
     assert alone.run(f"{REPLACED}after_a_patched_run", unloaded=unloaded) == [True]
 
 
-def test_a_packs_callback_of_each_kind_is_called_as_natively_or_refused_by_name(alone: Group) -> None:
-    """A kind that a later ComfyUI adds is judged in judged.py, and refused until model_patches.py has it."""
-    (called,) = alone.run(f"{REPLACED}callbacks_called")
-    wanted = {
-        HONOURED: (["native", "workers"],), REFUSED: (["native", "refused"],), WITHOUT_EFFECT: ([],)
-    }  # fmt: skip
-    assert called.keys() == CALLBACKS.keys()
-    for name, (verdict, _) in CALLBACKS.items():
-        assert called[name] in wanted[verdict], name
+def test_each_kind_of_callback_that_comfyui_has_is_judged(alone: Group) -> None:
+    """One that a later ComfyUI adds is refused until model_patches.py has it."""
+    (names,) = alone.run(f"{REPLACED}callback_names")
+    assert {*names} == CALLBACKS.keys()
+
+
+@pytest.mark.parametrize("names", [["ON_DETACH", "ON_CLEANUP", "ON_PRE_RUN"], ["ON_PREPARE_STATE", "ON_LOAD"],
+                                   ["ON_REGISTER_ALL_HOOK_PATCHES", "ON_APPLY_HOOKS"]])  # fmt: skip
+def test_a_callback_of_a_pack_that_no_worker_has_is_called_as_often_as_natively_or_refused(
+    alone: Group, names: list[str]
+) -> None:
+    (called,) = alone.run(f"{REPLACED}callbacks_called", names=names)
+    for name, (natively, with_cp_sampler) in called.items():
+        assert natively or name == "ON_APPLY_HOOKS"
+        assert with_cp_sampler == ("refused" if CALLBACKS[name][0] == REFUSED else natively), name
 
 
 def test_clones_for_other_gpus_are_left_out_where_workers_divide_a_run(alone: Group) -> None:
@@ -532,11 +546,11 @@ def test_a_model_of_mixed_precision_is_merged_by_workers_to_the_bits_of_comfyui(
     assert alone.run(f"{CODE}merged_by_workers", layout=layout) == [True]
 
 
-@pytest.mark.parametrize("of_hook", [False, True])
+@pytest.mark.parametrize("what", ["merge", "hook", "two MODELs"])
 def test_weights_that_are_too_large_to_send_are_refused_with_a_way_out_before_workers_start(
-    alone: Group, of_hook: bool
+    alone: Group, what: str
 ) -> None:
-    (reason,) = alone.run(f"{CODE}too_large", of_hook=of_hook)
+    (reason,) = alone.run(f"{CODE}too_large", what=what)
     assert reason.startswith("payload.size: this run would send 22.0 GiB to the workers, and the limit is 16.0 GiB. ")
     assert "save the merged MODEL" in reason
 

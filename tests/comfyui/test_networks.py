@@ -55,7 +55,8 @@ def test_in_the_stages_of_a_pipeline(server: Server, native_network: Callable[[s
 
 
 LOADED = (
-    "z_image_pixels", "z_image", "stable_audio", "ltx2", "wandancer", "wan_scail", "pid", "anima", "lens"
+    "z_image_pixels", "z_image", "stable_audio", "ltx2", "wandancer", "wan_scail", "pid", "anima", "lens",
+    "minimax_h3",
 )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +15,7 @@ from .latents import apart, latent_of
 from .nodes_benches import benches, write_benches
 from .nodes_graphs import Trial
 from .server import Server
-from .test_foreign import BAR, FLUX, Picture, on_the_model, plain, with_the_guider, with_the_sampler
+from .test_foreign import BAR, FLUX, Picture, hooked, on_the_model, plain, with_the_guider, with_the_sampler
 from .test_kin import link, node
 from .test_unet_nodes import ODD
 
@@ -127,6 +128,50 @@ def test_a_pack_that_ends_the_workers_as_they_import_it_is_not_tried_again(serve
     since = server.log_size()
     assert apart(latent_of(server.client.run(picture(SPLIT))), want) <= BAR
     assert "the workers ended when they had it for the first time" in server.log(since)
+
+
+@pytest.mark.parametrize("degrees", [SPLIT, Parallel(cfg_degree=2)], ids=["tokens", "prompts"])
+def test_a_packs_callbacks_are_called_in_every_worker_or_in_comfyui_as_often_and_in_the_order_as_natively(
+    server: Server, tmp_path: Path, degrees: Parallel
+) -> None:
+    """One prompt has hooks; the MODEL is sampled twice and unloaded. What a call leaves is there in the next run."""
+    kinds = "ON_DETACH ON_CLEANUP ON_PRE_RUN ON_PREPARE_STATE ON_APPLY_HOOKS ON_INJECT_MODEL ON_EJECT_MODEL"
+    for parallel in (None, degrees):
+        graph, name = hooked(parallel), "workers" if parallel else "native"
+        graph["changed"] = node("CPTestPackCallbacks", model=link("model"), kinds=kinds, path=str(tmp_path / name))
+        graph["sampler"]["inputs"]["model"] = link("changed")
+        for seed in (1, 2):
+            graph["sampler"]["inputs"]["seed"] = seed
+            server.client.run(graph)
+        server.client.post("/free", unload_models=True)
+    server.client.run(unchanged(None))  # ComfyUI lets the MODELs go
+    (comfyui, native), *_ = calls(tmp_path / "native").items()
+    workers = calls(tmp_path / "workers")
+    here, there = ([call for call in native if ("DETACH" in call) == detach] for detach in (True, False))
+    assert here == ["ON_DETACH 1", "ON_DETACH 2", "ON_DETACH 3"]
+    assert "ON_APPLY_HOOKS 2" in there
+    assert workers.pop(comfyui) == here
+    assert [*workers.values()] == [there] * degrees.workers
+
+
+def test_a_packs_callback_that_is_called_as_hooks_are_registered_is_called_once_a_run(
+    server: Server, tmp_path: Path
+) -> None:
+    """ComfyUI has called it before the run is described."""
+    for parallel in (None, SPLIT):
+        path, kinds = str(tmp_path / str(parallel is None)), "ON_REGISTER_ALL_HOOK_PATCHES ON_PRE_RUN"
+        server.client.run(on_the_model("CPTestPackCallbacks", kinds=kinds, path=path)(parallel))
+    ((_, native),), ((_, called),) = (calls(tmp_path / natively).items() for natively in ("True", "False"))
+    assert native == called == ["ON_REGISTER_ALL_HOOK_PATCHES 1", "ON_PRE_RUN 1"]
+
+
+def calls(file: Path) -> dict[str, list[str]]:
+    """What each process has called, in the order of its first call."""
+    called: dict[str, list[str]] = {}
+    for line in file.read_text(encoding="utf-8").splitlines():
+        process, call = line.split(" ", 1)
+        called.setdefault(process, []).append(call)
+    return called
 
 
 def behind_cp_model(picture: Picture, *, lora: bool = False) -> Picture:

@@ -25,6 +25,7 @@ sampling = pack_module("parallel_runtime.worker.comfy_loop.sampling")
 evaluation = pack_module("parallel_runtime.worker.comfy_loop.evaluation")
 weights = pack_module("parallel_runtime.worker.comfy_loop.patcher")
 network_stats = pack_module("parallel_runtime.planning.network_stats")
+bundles = pack_module("parallel_runtime.wire.bundles")
 specs, jobs = pack_module("parallel_runtime.specs"), pack_module("parallel_runtime.jobs")
 
 LATENT, ONE = (2, 16, 4, 6), specs.Parallelism()
@@ -53,12 +54,15 @@ def stepwise(rank: int, world: int) -> dict[str, float]:
     those that differ in any bit."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}  # as torchrun does
     model, _ = _model(ONE)
+    objects: dict[int, Any] = {}
 
     def evaluate(method: str, arguments: dict[str, Any]) -> Any:
         each, conds = remote_model.split_arguments(arguments, method)
         options = model_patches.describe_transformer_options(arguments["transformer_options"], None)
+        sent = remote_model.with_described_objects(conds, objects)
+        received = bundles.read_bundle(bundles.write_bundle(sent))
         job = jobs.EvaluationJob(
-            call_arguments=each, options=options, cond_number=1, cond_arguments=conds, weight_patches={},
+            call_arguments=each, options=options, cond_number=1, cond_arguments=received, weight_patches={},
             batch_coupled=False, method=method,
         )  # fmt: skip
         return evaluation.evaluate(model, job, _progress())["out"]

@@ -235,8 +235,11 @@ def minimax_h3(text: int = 7, **more: Any) -> Inputs:
 
 
 def minimax_h3_masks() -> Inputs:
+    """With the layout that ComfyUI makes of the sizes, once a run."""
+    from comfy.ldm.minimax.model import PackedLayout
+
     masks = dict(denoise_mask=uniform(1, 1, 3, 5, 7).round(decimals=1), audio_denoise_mask=uniform(1, 1, 1, 22))
-    return minimax_h3(minimax_payload={"audio_scale": 2.0}, **masks)
+    return minimax_h3(minimax_payload={"audio_scale": 2.0, "layout": PackedLayout(7, 3, 6, 8, 11)}, **masks)
 
 
 def hidream_o1(text: int = 9) -> Inputs:

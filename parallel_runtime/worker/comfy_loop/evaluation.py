@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from ...errors import Refused, quoted
-from ...jobs import MAX_CACHED_CONDS, EvaluationJob
+from ...jobs import MAX_CACHED_CONDS, Described, EvaluationJob
 from ...loading.object_codec import rebuild
 from ..kernel_advice import kernel_advice
 from ..process.progress import Progress
@@ -67,12 +68,18 @@ def _cond_arguments(model: ComfyModel, job: EvaluationJob, device: torch.device)
     its latent."""
     if job.cond_arguments is not None:
         model.clear_kv_cache()
-        model.cond_arguments[job.cond_number] = moved(job.cond_arguments, device)
+        arguments = moved(job.cond_arguments, device)
+        model.cond_arguments[job.cond_number] = tree_map_only(Described, _made, arguments)
         for oldest in list(model.cond_arguments)[:-MAX_CACHED_CONDS]:
             del model.cond_arguments[oldest]
     if job.cond_number not in model.cond_arguments:
         raise Refused("conds.unsent")
     return model.cond_arguments[job.cond_number]
+
+
+def _made(described: Described) -> Any:
+    """Makes an object again, out of the memory of the message."""
+    return rebuild(replace(described, tensors={name: one.clone() for name, one in described.tensors.items()}))
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import random
 import types
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import comfy.samplers
 import torch
 from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import CallbacksMP
 from comfy_api.latest import io
 
 SETTINGS = {"scale": 1.0}  # a node sets them, and code reads them through another function
@@ -204,6 +206,37 @@ class PackCode(Fresh):
         return io.NodeOutput(patched)
 
 
+class Noted:
+    """A callback that writes into a file which process calls it, and for the how many-th time."""
+
+    def __init__(self, kind: str, path: str) -> None:
+        self.kind, self.path, self.calls = kind, path, 0
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        self.calls += 1
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(f"{os.getpid()} {self.kind} {self.calls}\n")
+
+
+class PackCallbacks(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="CPTestPackCallbacks",
+            category="cp test",
+            is_dev_only=True,
+            inputs=[io.Model.Input("model"), io.String.Input("kinds"), io.String.Input("path")],
+            outputs=[io.Model.Output()],
+        )
+
+    @classmethod
+    def execute(cls, model: ModelPatcher, kinds: str, path: str) -> io.NodeOutput:
+        patched = model.clone()
+        for kind in kinds.split():
+            patched.add_callback(vars(CallbacksMP)[kind], Noted(kind, path))
+        return io.NodeOutput(patched)
+
+
 class TiltGuider(comfy.samplers.CFGGuider):
     """A guider with arguments, attributes and a cfg of its own."""
 
@@ -286,4 +319,4 @@ class LeftByPack(Fresh):
         return io.NodeOutput({**latent, "samples": left})
 
 
-NODES = [PackCode, PackGuider, PackSampler, LeftByPack]
+NODES = [PackCode, PackCallbacks, PackGuider, PackSampler, LeftByPack]
