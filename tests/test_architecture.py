@@ -120,6 +120,14 @@ def test_nothing_pickles_evaluates_or_swallows() -> None:
         assert not imported(path) & {"pickle", "cloudpickle", "dill", "shared_memory"}, path
 
 
+def test_no_module_of_comfyui_is_asked_for_its_own_name_or_file() -> None:
+    """comfy-import-guard, which checks packs, says of these that ComfyUI lacks them, and that the pack will break."""
+    for path in (*SOURCES, *(ROOT / "tests").rglob("*.py")):
+        attributes = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute))
+        asked = [ast.unparse(node) for node in attributes if node.attr in ("__file__", "__name__", "__path__")]
+        assert not [name for name in asked if name.startswith("comfy.")], path
+
+
 def place_of(path: Path) -> str:
     """A source file relative to parallel_runtime, or, of a node, to the repository."""
     return str(path.relative_to(RUNTIME if path.is_relative_to(RUNTIME) else ROOT))

@@ -3,7 +3,7 @@
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { element, setText } from "./elements.js";
-import { defaultsOf, foldLine, isLinked, valuesOf } from "./fold.js";
+import { FOLD, defaultsOf, foldLine, isLinked, valuesOf } from "./fold.js";
 import { gpuChoice } from "./gpus.js";
 import { after } from "./graph.js";
 import { isApproximate, presetChoice } from "./presets.js";
@@ -30,7 +30,7 @@ export function addSummary(node) {
   const gpus = gpuChoice((devices) => setValues(node, { devices }));
   const verdict = element("div.cp-verdict", { role: "status" }, parts.words, parts.terms, parts.note, parts.out);
   const head = element("div.cp-summary", {}, verdict, gpus.element, preset.element);
-  const widgets = [addFixed(node, "cp_summary", head), addFixed(node, "cp_fold", fold.line)];
+  const widgets = [addFixed(node, "cp_summary", head), addFixed(node, FOLD, fold.line)];
   node.widgets.unshift(...node.widgets.splice(node.widgets.indexOf(widgets[0]), 1)); // what is wrong is read first
   keepPlaces(node, fold.savedHeight);
   /** @type {ReturnType<typeof setTimeout> | undefined} */

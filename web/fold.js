@@ -8,6 +8,7 @@ import { say } from "./words.js";
 
 /** @typedef {import("./graph.js").LGraphNode} LGraphNode */
 
+export const FOLD = "cp_fold"; // the widget with the line
 const LOW = 120; // pixels, less than it ever needs
 const RENDERER = "Comfy.VueNodes.Enabled.change";
 /** @type {Record<string, string>} widgets that mean something only where another one is above 1 */
@@ -48,6 +49,8 @@ export function foldLine(node) {
     const height = savedHeight();
     open = !open;
     if (open) closed = { height, hidden: lastHidden ?? "" };
+    const at = node.widgets.findIndex((/** @type {any} */ widget) => widget.name === FOLD);
+    node.widgets.splice(open ? 1 : node.widgets.length, 0, ...node.widgets.splice(at, 1)); // in sight, below the summary
     show(open ? node.size[1] : hiddenNames().join() === closed.hidden ? height : LOW);
   };
   /** @param {number} [height] what it has at least; without, it is low after an edit that changed which widgets show */

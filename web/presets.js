@@ -1,6 +1,7 @@
 /** Named settings of a CP Parallel Config. Which one a node has is read from its values, so nothing more is saved. */
 
 import { element, setText } from "./elements.js";
+import { openHelp } from "./help.js";
 import { say } from "./words.js";
 
 /** @typedef {Record<string, string | number>} Values by the widgets' names */
@@ -56,9 +57,10 @@ export function presetChoice(set, defaults) {
   const custom = element("option", { value: "" }, say("preset.custom"));
   const choice = element("select.cp-choice", { onchange: () => set(valuesOf(choice.value)) }, ...options);
   const hint = element("div.cp-hint");
+  const page = element("button.cp-link", { type: "button", onclick: () => void openHelp("several-machines") }, say("preset.machines"));
   const valuesOf = (/** @type {string} */ name) => Object.fromEntries(OWN.map((key) => [key, PRESETS[name][key] ?? defaults[key]]));
   return {
-    element: element("label.cp-preset", {}, element("span", {}, say("preset")), choice, hint),
+    element: element("label.cp-preset", {}, element("span", {}, say("preset")), choice, hint, page),
     show: (/** @type {Values} */ values) => {
       const name = presetOf(values, defaults);
       if (name) custom.remove();
@@ -67,6 +69,7 @@ export function presetChoice(set, defaults) {
       const changed = OWN.filter((key) => values[key] !== defaults[key]).map((key) => `${key} ${values[key]}`);
       const words = name ? say(`preset.${name}.hint`) : say("preset.custom.hint", { names: changed.join(", ") });
       setText(hint, words);
+      page.hidden = name !== "machines";
     },
   };
 }

@@ -2,6 +2,7 @@
 
 import { app } from "../../scripts/app.js";
 import { element } from "./elements.js";
+import { gpus } from "./status.js";
 import { say } from "./words.js";
 
 export const REMEDIED = "cp.remedied";
@@ -17,7 +18,7 @@ export const REMEDIED = "cp.remedied";
  */
 export function remedy(config, changes, done) {
   if (!config || !changes.length) return [];
-  const setting = changes.map(({ name, value, automatic }) => `${name} ${automatic ? say("auto") : value}`).join(", ");
+  const setting = changes.map(inWords).join(", ");
   const use = element("button.cp-button", { type: "button" }, say("plan.use", { setting }));
   use.addEventListener("click", () => {
     setValues(config, Object.fromEntries(changes.map(({ name, value }) => [name, value])));
@@ -25,6 +26,12 @@ export function remedy(config, changes, done) {
     done(setting);
   });
   return [use];
+}
+
+/** @param {Change} change */
+function inWords({ name, value, automatic }) {
+  if (name === "devices" && automatic && gpus()) return say("plan.every");
+  return `${name} ${automatic ? say("auto") : value}`;
 }
 
 /**

@@ -37,15 +37,16 @@ function terms(degrees) {
 }
 
 /**
- * "ring 1 x ulysses 2 x cfg 1 x data 1 = 2 workers", and on how many machines; nothing for one worker.
+ * "ring 1 x ulysses 2 x cfg 1 x data 1 = 2 workers", and on how many machines; nothing for one worker, and no degrees where all
+ * are left to the model.
  * @param {Degrees} degrees
  * @param {number} workers
  * @param {number} machines
  */
 export function product(degrees, workers, machines) {
   if (workers === 1) return "";
-  const made = say("workers", { degrees: terms(degrees), count: workers });
-  return machines > 1 ? `${made} ${say("machines", { count: machines })}` : made;
+  const made = Object.values(degrees).some((degree) => degree > 1) ? say("workers", { degrees: terms(degrees), count: workers }) : "";
+  return [made, machines > 1 ? say("machines", { count: machines }) : ""].filter(Boolean).join(" ");
 }
 
 /**

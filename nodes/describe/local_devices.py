@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import sys
@@ -81,7 +82,7 @@ def comfy_setup() -> ComfySetup:
     """Returns this process's ComfyUI, for workers to import."""
     flags = tuple(sys.argv[1:]) if comfy.options.args_parsing else ()
     return ComfySetup(
-        root=os.path.dirname(os.path.dirname(comfy.samplers.__file__)),
+        root=os.path.dirname(os.path.dirname(inspect.getfile(comfy.samplers))),
         flags=flags,
         folder=STARTED_IN,
         version=comfyui_version.__version__,

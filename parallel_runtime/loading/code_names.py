@@ -19,7 +19,7 @@ from ..errors import Refused
 from . import packs
 from .fingerprint import code_fingerprint
 
-ROOT = os.path.dirname(os.path.dirname(os.path.realpath(comfy.options.__file__)))
+ROOT = os.path.dirname(os.path.dirname(os.path.realpath(inspect.getfile(comfy.options))))
 PACKAGES = ("comfy", "comfy_extras", "nodes")
 EXTRA_NODES = "comfy_extras.nodes_"
 LIBRARIES = (  # whose functions and classes code of packs may refer to: none of them loads, or runs, what it is told

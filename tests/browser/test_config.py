@@ -120,7 +120,10 @@ def test_three_widgets_show_and_those_that_differ_from_the_preset(page: Any) -> 
     assert page.evaluate(HEIGHT) < 300
     page.get_by_role("button", name="15 more options").click()
     page.wait_for_function(f"({SHOWN})() === 18")
-    page.get_by_role("button", name="Fewer options").click()
+    wait_until_drawn(page)
+    fewer, summary = page.get_by_role("button", name="Fewer options"), page.locator(SUMMARY).bounding_box()
+    assert fewer.bounding_box()["y"] - (summary["y"] + summary["height"]) < 30, "in sight, above all widgets"
+    fewer.click()
     page.wait_for_function(f"({SHOWN})() === 3")
     page.evaluate("async () => app.loadGraphData(app.graph.serialize())")
     page.wait_for_function(SAYS, arg="1 CPU worker")
@@ -217,6 +220,24 @@ def test_opening_more_options_is_no_step_to_undo(page: Any) -> None:
     page.wait_for_function(f"({SHOWN})() === 18")
 
 
+def test_degrees_that_are_all_left_to_the_model_are_not_listed(page: Any) -> None:
+    put(page, [["CPParallelConfig", 0, 0, {"devices": "cpu,cpu"}]])
+    page.wait_for_function(SAYS, arg="2 CPU workers")
+    assert not page.locator(".cp-terms").is_visible()
+    page.evaluate(EDIT, ["data_degree", 2])
+    page.locator(".cp-terms", has_text="data 2 = 2 workers").wait_for()
+
+
+def test_the_preset_of_several_machines_leads_to_their_page(page: Any) -> None:
+    put(page, [["CPParallelConfig", 0, 0, {}]])
+    page.wait_for_function(SAYS, arg="1 CPU worker")
+    link = page.locator(".cp-preset").get_by_role("button", name="Several machines")
+    assert not link.is_visible()
+    page.locator(".cp-preset select").select_option("machines")
+    link.click()
+    page.locator("dialog.cp-help").get_by_role("heading", name="Several machines").first.wait_for()
+
+
 @BOTH
 def test_what_only_several_machines_or_patches_need_shows_with_them(page: Any) -> None:
     put(page, [["CPParallelConfig", 0, 0, {"nnodes": 2}]])
@@ -310,6 +331,20 @@ def test_values_are_saved_and_read_in_the_order_of_the_inputs(page: Any) -> None
     page.evaluate("async workflow => app.loadGraphData(workflow)", workflow)
     page.wait_for_function(SAYS, arg="2 CPU workers")
     assert page.evaluate(SAVED) == list(values.values())
+
+
+def test_a_button_that_gives_the_devices_back_says_every_gpu(page: Any) -> None:
+    def with_gpus(route: Any) -> None:
+        answer = route.fetch()
+        route.fulfill(response=answer, json={**answer.json(), "gpus": 3})
+
+    page.context.route("**/cp/status", with_gpus)
+    page.reload()
+    page.wait_for_function("window.app?.extensionManager && window.app.graph")
+    put(page, [["CPParallelConfig", 0, 0, {}]])
+    page.evaluate(EDIT, ["devices", 3])
+    page.get_by_role("button", name="Use every GPU").click()
+    page.wait_for_function(f"({DEVICES})() === ''")
 
 
 @BOTH

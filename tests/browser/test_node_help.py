@@ -109,8 +109,7 @@ def test_comfyui_shows_every_page_in_its_pane_and_nothing_is_wider(page: Any, wi
         open_help(page, one.stem)
         page.wait_for_function(HEADING, arg=one.read_text().splitlines()[0].removeprefix("# "))
         assert page.evaluate(TOO_WIDE) == [], one.name
-        if width == 1640:
-            assert page.evaluate(BROKEN_NAMES) == [], one.name
+        assert page.evaluate(BROKEN_NAMES) == [], one.name
 
 
 def test_a_link_of_a_page_opens_the_full_text_in_a_dialog(page: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from pathlib import Path
@@ -49,7 +50,7 @@ def _flags(setup: ComfySetup, device: torch.device) -> list[str]:
     """Returns the host's flags for a worker on this device."""
     import comfy.options
 
-    known = Path(comfy.options.__file__).with_name("cli_args.py").read_text()  # ComfyUI exits for any other flag
+    known = Path(inspect.getfile(comfy.options)).with_name("cli_args.py").read_text()  # it exits for any other flag
     off = [flag for flag in OFF if f'"{flag}"' in known]
     flags = [flag for flag in setup.flags if flag not in {*OFF, *ON, *VRAM_FLAGS}]
     return [*(["--cpu"] if device.type == "cpu" else []), *flags, *off]

@@ -15,18 +15,19 @@ from .scene import Scene
 WIDTH, HEIGHT = 640, 400
 HUES = (212, 258, 146, 28, 340)
 INK = ("#4f8fe8", "#57b673", "#e0a63a", "#c46fd1")  # of the GPUs
+FONTS = "DejaVu Sans, sans-serif"  # the same ones wherever a picture is made again
 LEFT, TOP, HIGH = 190, 30, 208  # the room for what comes out
 WIDE = WIDTH - LEFT - 40
 GAP, TITLED = 14, 22
 
 
 def card(template: Template) -> str:
-    """SVG, without any file or font of its own."""
+    """SVG, without any file of its own."""
     hue = HUES[hashlib.sha256(template.name.encode()).digest()[0] % len(HUES)]
     size = min(42, int(560 / (0.56 * len(template.title))))
     scene = Scene.of(template)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" font-family="{FONTS}">'
         f'<rect width="100%" height="100%" fill="hsl({hue} 30% 12%)"/>{"".join(_drawn(scene))}'
         f'<text x="40" y="326" font-size="{size}" font-weight="700" fill="#fff">{escape(template.title)}</text>'
         f'<text x="40" y="356" font-size="22" fill="hsl({hue} 40% 78%)">{escape(template.kind)}</text>'

@@ -79,7 +79,7 @@ def sdxl() -> Template:
         "Auto gives each prompt its own GPU first. More GPUs share the rows of the picture if that is faster; the "
         "picture is that of one GPU. ring_degree and ulysses_degree set how many share them."
     )
-    t = Template(name="cp_sdxl", title="SDXL", kind="prompts and rows on several GPUs", about=about, size=7)
+    t = Template(name="cp_sdxl", title="SDXL", kind="text to image", about=about, size=7)
     loaded = t.add("CheckpointLoaderSimple", 0, ckpt_name=files.SDXL)
     positive = text(t, loaded[1], FOX)
     negative = text(t, loaded[1], "watermark, text, low quality", title="Negative prompt")

@@ -213,7 +213,7 @@ IN_PLACE: dict[str, Callable[[Any], None]] = {  # of ComfyUI's model around the 
 class ComfyAttention(torch.nn.Module):
     """As newer versions of ComfyUI have it in a network whose file chooses an attention."""
 
-    __module__ = comfy.ops.__name__
+    __module__ = comfy.ops.disable_weight_init.__module__
 
     # This version of ComfyUI does not call it.
     function = staticmethod(FunctionType(comfy.ops.cast_bias_weight.__code__, vars(comfy.ops), "function"))
