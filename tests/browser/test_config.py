@@ -333,14 +333,20 @@ def test_values_are_saved_and_read_in_the_order_of_the_inputs(page: Any) -> None
     assert page.evaluate(SAVED) == list(values.values())
 
 
-def test_a_button_that_gives_the_devices_back_says_every_gpu(page: Any) -> None:
-    def with_gpus(route: Any) -> None:
-        answer = route.fetch()
-        route.fulfill(response=answer, json={**answer.json(), "gpus": 3})
+def reload_with_status(page: Any, **fields: Any) -> None:
+    """Opens the page again, whose server's status has these fields instead."""
 
-    page.context.route("**/cp/status", with_gpus)
+    def changed(route: Any) -> None:
+        answer = route.fetch()
+        route.fulfill(response=answer, json={**answer.json(), **fields})
+
+    page.context.route("**/cp/status", changed)
     page.reload()
     page.wait_for_function("window.app?.extensionManager && window.app.graph")
+
+
+def test_a_button_that_gives_the_devices_back_says_every_gpu(page: Any) -> None:
+    reload_with_status(page, gpus=3)
     put(page, [["CPParallelConfig", 0, 0, {}]])
     page.evaluate(EDIT, ["devices", 3])
     page.get_by_role("button", name="Use every GPU").click()
@@ -349,28 +355,21 @@ def test_a_button_that_gives_the_devices_back_says_every_gpu(page: Any) -> None:
 
 @BOTH
 def test_gpus_are_chosen_by_name_and_the_text_takes_what_is_no_list(page: Any) -> None:
-    def with_gpus(route: Any) -> None:
-        answer = route.fetch()
-        gpus = [{"index": index, "name": "NVIDIA L4", "total_bytes": 24 * 2**30} for index in range(3)]
-        route.fulfill(response=answer, json={**answer.json(), "gpu_list": gpus})
-
-    page.context.route("**/cp/status", with_gpus)
-    page.reload()
-    page.wait_for_function("window.app?.extensionManager && window.app.graph")
+    gpus = [{"index": index, "name": "NVIDIA L4", "total_bytes": 24 * 2**30} for index in range(3)]
+    reload_with_status(page, gpu_list=gpus)
     page.wait_for_selector(TAB)
     put(page, [["CPParallelConfig", 0, 0, {}]])
     page.wait_for_function(f"({SHOWN})() === 2")
     boxes = page.locator(".cp-gpu")
     assert boxes.all_inner_texts() == [f"GPU {index}\nNVIDIA L4\n24.0 GiB" for index in range(3)]
-    devices = "() => app.graph.nodes[0].widgets.find(widget => widget.name === 'devices').value"
     boxes.nth(1).click()
-    assert page.evaluate(devices) == "0,2"
+    assert page.evaluate(DEVICES) == "0,2"
     boxes.nth(0).click()
-    assert page.evaluate(devices) == "2"
+    assert page.evaluate(DEVICES) == "2"
     assert boxes.nth(2).locator("input").is_disabled(), "no GPU at all"
     boxes.nth(0).click()
     boxes.nth(1).click()
-    assert page.evaluate(devices) == "", "all of them"
+    assert page.evaluate(DEVICES) == "", "all of them"
     page.evaluate(EDIT, ["devices", "0,0"])
     page.wait_for_function(f"({SHOWN})() === 3")
 
