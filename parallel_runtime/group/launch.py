@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from ..accelerators import ACCELERATORS, Transport
 from ..errors import Sentence, WorkerDied, WorkerStartError, say
-from ..planning.device_profile import DeviceProfile, Speed, coarse
+from ..planning.device_profile import DeviceProfile, Speed
 from ..specs import ComfySetup, Placement
 from ..wire.channel import Channel, short_path
 from ..wire.messages import PROTOCOL, Connected, Ended, Failed, Joined, MapOutput, Ready, Welcome
@@ -136,9 +136,9 @@ class Processes:
         self._activity.joined(joined, [self.machine_of(rank) for rank in ranks])
         answers = [joined[rank] for rank in ranks]
         return DeviceProfile(
-            bytes_per_second=coarse(min(answer.bytes_per_second for answer in answers)),
-            flops_per_second=coarse(min(answer.flops_per_second for answer in answers)),
-            host_bytes_per_second=coarse(min(answer.host_bytes_per_second for answer in answers)),
+            bytes_per_second=min(answer.bytes_per_second for answer in answers),
+            flops_per_second=min(answer.flops_per_second for answer in answers),
+            host_bytes_per_second=min(answer.host_bytes_per_second for answer in answers),
             ranks=tuple(Speed(products=x.flops_per_second, attention=x.attention_flops_per_second) for x in answers),
         )
 

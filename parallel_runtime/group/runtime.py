@@ -21,6 +21,7 @@ from .endpoint import parse
 from .group_status import BUSY, RESTING, Status
 from .launch import POLL_SECONDS
 from .limits import seconds_from
+from .measured import Measured
 from .worker_group import STALL_SECONDS, WorkerGroup
 
 log = logging.getLogger(__name__)
@@ -39,7 +40,8 @@ class Runtime:
         self.default_devices = ""  # of a VAE without a CP Parallel Config
         self.awaited = False  # a run uses the group, or waits for it
         self.first_seen: MutableMapping[Any, tuple[SourceFile, ...]] = WeakIdKeyDictionary()  # of loaded networks
-        self.profiles: dict[Placement, DeviceProfile] = {}  # what each group measured when it met
+        self.measured = Measured()
+        self.profiles: dict[Placement, DeviceProfile] = {}  # of the groups that have met
         self.last_auto_placement: dict[Placement, Placement] = {}  # by all devices, those that auto chose last
         self._activity = Activity()
         self.history = self._activity.history
@@ -180,7 +182,7 @@ class Runtime:
             machines = f" on each of {placement.nnodes} machines" if placement.nnodes > 1 else ""
             log.info("[CP] starting %d worker(s): %s%s", placement.world_size, ", ".join(placement.devices), machines)
             self.group = WorkerGroup(placement, comfy, watch, self._activity, lambda: self.stall_seconds)
-            self.profiles[placement] = self.group.profile
+            self.profiles[placement] = self.measured.settled(placement, self.group.profile)
         return self.group
 
     def _responds(self, group: WorkerGroup, watch: Callable[[], None]) -> bool:

@@ -8,7 +8,7 @@ open (0) are filled in: the two branches of guidance first, then Ulysses as far 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -23,95 +23,11 @@ from .work_shares import are_uneven, are_unused, requested_shares
 
 
 def default_plan(inputs: PlanInputs) -> RunPlan:
-    """Returns the default plan on all devices of the request. Raises Refused where the request cannot work."""
-    return _plans_on(inputs, inputs.devices)[-1]
-
-
-def candidates(inputs: PlanInputs) -> Iterator[RunPlan]:
-    """Yields the plans, the preferred one first where none is clearly faster. Raises Refused where the request cannot
-    work."""
-    for plan in _default_plans(inputs):
-        for degrees in _other_degrees(inputs, plan):
-            yield from _with_weights(inputs, plan, degrees)
-
-
-def _default_plans(inputs: PlanInputs) -> Iterator[RunPlan]:
-    """Yields the default plans on all devices; then on fewer, if these are heterogeneous and nobody has named any; then
-    those whose groups of workers have whole images of the batch, if the request leaves that open and workers compute
-    alike."""
-    request, work, only, plans = inputs.request, inputs.work, inputs.only, _plans_on(inputs, inputs.devices)
-    assert work is not None
-    on_all, devices = plans[-1], plans[-1].placement.devices
-    if only is not None and only != on_all.placement:
-        yield from _plans_of_ranks(inputs, devices, [devices.index(device) for device in only.devices])
-        return
-    yield from (plan for plan in plans if only is None or plan.placement == only)
-    if on_all.placement.shared or request.nnodes > 1:
-        return
-    if only is None and (inputs.automatic_devices or inputs.compared):
-        orders, counts = _orders_to_leave_out(inputs, on_all), range(1, len(devices))
-        for ranks in dict.fromkeys(tuple(sorted(order[count:])) for order in orders for count in counts):
-            with suppress(Refused):
-                fewer = _plans_of_ranks(inputs, devices, ranks)
-                yield from (plan for plan in fewer if plan.placement.world_size == len(ranks))
-    heterogeneous = are_heterogeneous(work, on_all.placement, inputs.profile_of(on_all))
-    coupled = inputs.batch_coupled or inputs.network.images_coupled
-    if heterogeneous or coupled or request.data_degree or not inputs.is_free:
-        return
-    for groups in range(2, len(inputs.devices) + 1):
-        if len(inputs.devices) % groups == 0:
-            with suppress(Refused):
-                yield _plans_on(inputs, inputs.devices, groups)[-1]
-
-
-def _plans_of_ranks(inputs: PlanInputs, devices: tuple[str, ...], ranks: Sequence[int]) -> list[RunPlan]:
-    """Returns the default plans on some of all `devices`. Raises Refused."""
-    plans = _plans_on(inputs, tuple(devices[rank] for rank in ranks))
-    return [plan.among(devices, ranks[: len(plan.placement.devices)]) for plan in plans]
-
-
-def _orders_to_leave_out(inputs: PlanInputs, on_all: RunPlan) -> Iterator[Sequence[int]]:
-    """Yields the ranks in the order in which they may be left out: the slowest first, or the smallest budget first."""
-    work, profile, budgets = inputs.work, inputs.profile_of(on_all), inputs.capacity.ranks
-    if work is not None and profile is not None and are_heterogeneous(work, on_all.placement, profile):
-        alone = alone_seconds_by_rank(work, profile)
-        yield sorted(range(len(alone)), key=lambda rank: -alone[rank])
-    if len(budgets) == on_all.placement.world_size and max(budgets) > SIMILAR_RATIO * min(budgets):
-        yield sorted(range(len(budgets)), key=lambda rank: budgets[rank])
-
-
-def _plans_on(inputs: PlanInputs, devices: tuple[str, ...], data_degree: int = 1) -> list[RunPlan]:
-    """Returns the default plan on these devices; `data_degree` fills in a 0 of the request. A network that may be split
-    by rows has up to three: undivided, with a worker for each prompt; split, on as many devices as have rows of their
-    own; and split, on all. Raises Refused."""
-    request, network = inputs.request, inputs.network
-    may_stay_undivided = network.row_levels and inputs.is_free and request.pipeline_degree <= 1
-    if not may_stay_undivided or request.weights == "shard":  # a shard takes several workers for each prompt
-        return [_plan_on(inputs, devices, data_degree)]
-    plans = [_plan_on(replace(inputs, network=network.undivided(network.name)), devices, data_degree)]
-    with suppress(Refused):
-        plans.append(_plan_on(inputs, devices, data_degree))
-        if plans[0].placement != plans[1].placement and (count := _workers_with_rows(inputs, plans[1])):
-            plans.insert(1, _plan_on(inputs, plans[1].placement.devices[:count], data_degree))
-    on_all = plans[-1].placement
-    fewer = [plan.among(on_all.devices, range(plan.placement.world_size)) for plan in plans if plan.placement != on_all]
-    return [*fewer, *(plan for plan in plans if plan.placement == on_all)]
-
-
-def _workers_with_rows(inputs: PlanInputs, split: RunPlan) -> int:
-    """Returns how many of the workers of `split` have rows of their own; 0 if all have."""
-    degrees, rows = split.degrees, inputs.work.row_ranks if inputs.work else 0
-    if not 0 < rows < degrees.context_parallel_size or split.placement.nnodes > 1:
-        return 0
-    prompts = 2 if inputs.may_split_prompts else 1
-    return min(rows * degrees.data_degree * prompts, split.placement.world_size - 1)
-
-
-def _plan_on(inputs: PlanInputs, devices: tuple[str, ...], data_degree: int) -> RunPlan:
-    """Returns the plan on these devices; "cpu" once a worker where there are none. Raises Refused."""
-    request, nnodes = inputs.request, inputs.request.nnodes
+    """Returns the default plan on all devices of the request, "cpu" once a worker where there are none. Raises Refused
+    where the request cannot work."""
+    request, nnodes, devices = inputs.request, inputs.request.nnodes, inputs.devices
     check_request(inputs)
-    degrees = _default_degrees(inputs, nnodes * max(1, len(devices)), request.data_degree or data_degree)
+    degrees = _default_degrees(inputs, nnodes * max(1, len(devices)))
     check_workers(degrees, devices, inputs)
     local_workers = degrees.world_size // nnodes
     placement = Placement(
@@ -120,22 +36,104 @@ def _plan_on(inputs: PlanInputs, devices: tuple[str, ...], data_degree: int) -> 
         rdzv_endpoint=request.rdzv_endpoint if nnodes > 1 else "",
     )
     check_placement(request, placement)
-    of_one_branch = _without_cfg_degree(inputs, degrees) if degrees.cfg_degree == 2 else degrees
-    if not inputs.may_split_prompts:
-        degrees = of_one_branch
-    named = len(devices) or local_workers
-    degrees = replace(degrees, shares=requested_shares(request.shares, degrees.world_size, named, nnodes))
-    if are_unused(degrees):
-        if inputs.network.divisible or (request.cfg_degree and local_workers == named):
-            raise unused_shares(request.shares, of_one_branch)
-        degrees = replace(degrees, shares=())  # of a config that a VAE has, too
-    return RunPlan(degrees=degrees, placement=placement)
+    taken = _with_shares(inputs, _for_prompts(inputs, degrees))
+    if are_unused(taken):
+        if inputs.network.divisible or (request.cfg_degree and local_workers == (len(devices) or local_workers)):
+            raise unused_shares(request.shares, _without_cfg_degree(inputs, degrees))
+        taken = replace(taken, shares=())  # of a config that a VAE has, too
+    return RunPlan(degrees=taken, placement=placement)
 
 
-def _default_degrees(inputs: PlanInputs, world_size: int, data_degree: int) -> Parallelism:
+def candidates(inputs: PlanInputs) -> Iterator[RunPlan]:
+    """Yields every plan of devices, degrees and weight placement that the request allows, the preferred one first where
+    none is clearly faster. Raises Refused where the request cannot work."""
+    default, plans = default_plan(inputs), []
+    everything = default.placement.devices
+    for devices in _device_subsets(inputs, default):
+        placement = replace(default.placement, devices=devices)
+        for degrees in _degrees(inputs, default, placement):
+            plan = replace(default, degrees=degrees, placement=placement)
+            if set(devices) < set(everything):
+                plan = plan.among(everything, [everything.index(device) for device in devices])
+            plans.append(plan)
+    if not inputs.network.row_levels:  # a device that only repeats what others compute is better left out
+        plans.sort(key=lambda plan: plan.degrees.data_degree)
+    for plan in plans:
+        yield from _with_weights(inputs, plan)
+
+
+def _device_subsets(inputs: PlanInputs, default: RunPlan) -> Iterable[tuple[str, ...]]:
+    """Returns the devices of the plans, the preferred ones first: all; then fewer, where nobody has named any; then
+    more, for images of a network that is not divided. One that is split by rows has one for each prompt first."""
+    request, devices, subsets = inputs.request, default.placement.devices, []
+    if inputs.only is not None or default.placement.shared or request.nnodes > 1:
+        return [devices if inputs.only is None else inputs.only.devices]
+    may_split_rows = inputs.network.row_levels and inputs.is_free and request.pipeline_degree <= 1
+    if may_split_rows and request.weights != "shard":  # a shard takes several workers for each prompt
+        prompts = 1 if inputs.batch_coupled or request.cfg_degree == 1 else 2
+        first = prompts * max(1, request.data_degree)
+        subsets = [devices[:count] for count in (*range(first, len(devices) + 1), *range(1, first))]
+    subsets.append(devices)
+    if inputs.automatic_devices or inputs.compared:
+        orders, counts = _orders_to_leave_out(inputs, default), range(1, len(devices))
+        kept = (sorted(order[count:]) for order in orders for count in counts)
+        subsets += [tuple(devices[rank] for rank in ranks) for ranks in kept]
+    if not inputs.network.divisible:
+        subsets += [inputs.devices[:count] for count in range(len(devices) + 1, len(inputs.devices) + 1)]
+    return dict.fromkeys(subsets)
+
+
+def _orders_to_leave_out(inputs: PlanInputs, default: RunPlan) -> Iterator[Sequence[int]]:
+    """Yields the ranks in the order in which they may be left out: the slowest first, the smallest budget first, or the
+    last first where no groups of them can have images of their own."""
+    work, profile, budgets = inputs.work, inputs.profile_of(default), inputs.capacity.ranks
+    ranks = range(default.placement.world_size)
+    if work is not None and profile is not None and are_heterogeneous(work, default.placement, profile):
+        alone = alone_seconds_by_rank(work, profile)
+        yield sorted(ranks, key=lambda rank: -alone[rank])
+    if len(budgets) == len(ranks) and max(budgets) > SIMILAR_RATIO * min(budgets):
+        yield sorted(ranks, key=lambda rank: budgets[rank])
+    if inputs.is_coupled:
+        yield ranks[::-1]
+
+
+def _degrees(inputs: PlanInputs, default: RunPlan, placement: Placement) -> list[Parallelism]:
+    """Returns every product of degrees that the request allows for these workers, the preferred one first: prompts
+    before images, Ulysses before a ring; where rows may be split, none before some. Groups of data_degree compute the
+    same where there are fewer images, so that fewer workers, or none, share a sequence."""
+    request, workers = inputs.request, placement.world_size
+    first = _for_prompts(inputs, _default_degrees(inputs, workers))
+    found, groups = [first], [first.data_degree]
+    if inputs.is_free and request.pipeline_degree <= 1:
+        if not request.data_degree and not inputs.is_coupled and not placement.shared and placement.nnodes == 1:
+            assert inputs.work is not None
+            if not are_heterogeneous(inputs.work, default.placement, inputs.profile_of(default)):
+                groups = [count for count in range(1, workers + 1) if workers % count == 0]
+        for data in groups:
+            for cfg in (first.cfg_degree,) if request.cfg_degree else (first.cfg_degree, 1):
+                for ring, ulysses in _sequence_degrees(inputs, max(1, workers // (data * cfg))):
+                    split = replace(first, ring_degree=ring, ulysses_degree=ulysses)
+                    found.append(replace(split, data_degree=data, cfg_degree=cfg))
+    chosen = request.ring_degree or request.ulysses_degree or request.cfg_degree or request.weights != "auto"
+    if request.pipeline_degree == 0 and not chosen:
+        found += [each for data in groups if data < workers for each in _staged(inputs, data, workers // data)]
+    shared_out = [_with_shares(inputs, each) for each in dict.fromkeys(found) if each.world_size == workers]
+    if inputs.network.row_levels:
+        shared_out.sort(key=lambda degrees: degrees.context_parallel_size > 1)
+    return [degrees for degrees in shared_out if not are_unused(degrees)] or shared_out
+
+
+def _with_shares(inputs: PlanInputs, degrees: Parallelism) -> Parallelism:
+    """Returns the degrees with the shares of the request. Raises Refused."""
+    request = inputs.request
+    named = len(inputs.devices) or degrees.world_size // request.nnodes
+    return replace(degrees, shares=requested_shares(request.shares, degrees.world_size, named, request.nnodes))
+
+
+def _default_degrees(inputs: PlanInputs, world_size: int) -> Parallelism:
     """Returns the degrees of the request, with those filled in that it leaves open."""
     request = inputs.request
-    stages = max(1, request.pipeline_degree)
+    stages, data_degree = max(1, request.pipeline_degree), max(1, request.data_degree)
     workers = max(1, world_size // (data_degree * stages))
     cfg = request.cfg_degree or _auto_cfg_degree(inputs, workers)
     ring, ulysses = _sequence_degrees(inputs, max(1, workers // cfg))[0]
@@ -174,48 +172,38 @@ def _sequence_degrees(inputs: PlanInputs, workers: int) -> list[tuple[int, int]]
     return [(ring, max(degree for degree in range(1, most + 1) if heads % degree == 0))]
 
 
+def _for_prompts(inputs: PlanInputs, degrees: Parallelism) -> Parallelism:
+    """Returns the degrees with cfg_degree 1 for as many workers where these may not have a prompt each."""
+    may_keep = inputs.may_split_prompts or degrees.cfg_degree == 1
+    return degrees if may_keep else _without_cfg_degree(inputs, degrees)
+
+
 def _without_cfg_degree(inputs: PlanInputs, degrees: Parallelism) -> Parallelism:
     """Returns the degrees with cfg_degree 1 for as many workers: those of the second branch of guidance share the
-    sequence, or the images of the batch where neither heads nor a ring can take them."""
-    ring, ulysses, no_ring = degrees.ring_degree, degrees.ulysses_degree, inputs.has_no_ring
-    for_images = replace(degrees, cfg_degree=1, data_degree=2 * degrees.data_degree)
-    if not inputs.network.divisible:
-        return for_images
-    if not no_ring and inputs.is_free:
-        ring, ulysses = _sequence_degrees(inputs, 2 * ring * ulysses)[0]
-    elif inputs.network.heads % (2 * ulysses) == 0 or (no_ring and 2 * ulysses <= inputs.network.heads):
-        ulysses *= 2
-    elif no_ring:
-        return for_images
-    else:
-        ring *= 2
-    return replace(degrees, cfg_degree=1, ring_degree=ring, ulysses_degree=ulysses)
+    heads, or the blocks of the sequence, or the images of the batch."""
+    if degrees.cfg_degree == 1:
+        return degrees
+    heads, ulysses, no_ring = inputs.network.heads, 2 * degrees.ulysses_degree, inputs.has_no_ring
+    if inputs.network.divisible and (heads % ulysses == 0 or (no_ring and ulysses <= heads)):
+        return replace(degrees, cfg_degree=1, ulysses_degree=ulysses)
+    if inputs.network.divisible and not no_ring:
+        return replace(degrees, cfg_degree=1, ring_degree=2 * degrees.ring_degree)
+    return replace(degrees, cfg_degree=1, data_degree=2 * degrees.data_degree)
 
 
-def _other_degrees(inputs: PlanInputs, default: RunPlan) -> Iterator[Parallelism]:
-    """Yields the degrees of a default plan; then for its workers other splits of the sequence, both prompts to all of
-    them, and a pipeline."""
-    request, first = inputs.request, default.degrees
-    yield first
-    workers = first.world_size // first.data_degree
-    undivided = inputs.network.row_levels and first.context_parallel_size == 1
-    if inputs.is_free and not undivided and request.pipeline_degree <= 1:
-        for cfg in (first.cfg_degree,) if request.cfg_degree else dict.fromkeys((first.cfg_degree, 1)):
-            for ring, ulysses in _sequence_degrees(inputs, workers // cfg):
-                if cfg * ring * ulysses == workers and (cfg, ring, ulysses) != first.stage_mesh_shape[1:]:
-                    yield replace(first, cfg_degree=cfg, ring_degree=ring, ulysses_degree=ulysses)
-    chosen = request.ring_degree or request.ulysses_degree or request.cfg_degree or request.weights != "auto"
-    if request.pipeline_degree == 0 and workers > 1 and not chosen:
-        staged = replace(inputs, request=replace(request, pipeline_degree=workers))
-        with suppress(Refused):
-            yield _plan_on(staged, default.placement.devices, first.data_degree).degrees
+def _staged(inputs: PlanInputs, data_degree: int, stages: int) -> list[Parallelism]:
+    """Returns the degrees of a pipeline of this many stages, if there can be one."""
+    request = replace(inputs.request, pipeline_degree=stages)
+    with suppress(Refused):
+        check_request(replace(inputs, request=request))
+        return [Parallelism(options=request.options, data_degree=data_degree, pipeline_degree=stages)]
+    return []
 
 
-def _with_weights(inputs: PlanInputs, default: RunPlan, degrees: Parallelism) -> Iterator[RunPlan]:
-    """Yields plans of a default plan's workers by these degrees, with what follows from memory and speed: stages, the
-    ring's rotate_method, shares, and weight placements."""
+def _with_weights(inputs: PlanInputs, plan: RunPlan) -> Iterator[RunPlan]:
+    """Yields the plan with what follows from memory and speed: stages, the ring's rotate_method, shares, and weight
+    placements."""
     assert inputs.work is not None
-    plan = replace(default, degrees=degrees)
     plan = replace(plan, degrees=_measured_degrees(inputs, plan))
     memory = inputs.memory_of(plan)
     before = inputs.before if plan.placement == inputs.live else None

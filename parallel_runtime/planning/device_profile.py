@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -30,9 +29,4 @@ class DeviceProfile:
         if not self.ranks or not ranks:
             return self
         speeds = tuple(self.ranks[rank] for rank in ranks)
-        return replace(self, ranks=speeds, flops_per_second=coarse(min(speed.products for speed in speeds)))
-
-
-def coarse(speed: float) -> float:
-    """Returns the nearest power of two: a measurement's noise must not change how the next run is split."""
-    return 2.0 ** round(math.log2(speed)) if speed > 0 else 0.0
+        return replace(self, ranks=speeds, flops_per_second=min(speed.products for speed in speeds))

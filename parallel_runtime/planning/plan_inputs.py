@@ -77,6 +77,11 @@ class PlanInputs:
         return not self.request.ring_degree and not self.request.ulysses_degree
 
     @property
+    def is_coupled(self) -> bool:
+        """Does something see all images of a prompt at once, so that groups of workers cannot have some each?"""
+        return self.batch_coupled or self.network.images_coupled
+
+    @property
     def may_split_prompts(self) -> bool:
         """May some workers evaluate the positive prompt, and others the negative one?"""
         return self.guided and not self.batch_coupled and self.request.cfg_degree != 1

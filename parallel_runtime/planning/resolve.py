@@ -13,9 +13,10 @@ from .memory_model import SIMILAR_RATIO, MemoryModel
 from .misfit import misfit
 from .plan_inputs import PlanInputs
 from .run_plan import Estimate, RunPlan
-from .seconds import are_measured, averaged, evaluation_seconds
+from .seconds import FAST, are_measured, averaged, evaluation_seconds
 
 CLEARLY = 0.95  # of the seconds that other workers take: what is less apart is noise, and others have to start
+NEARLY = 0.97  # of the seconds of a ring on fast links: Ulysses, which comes first, has fewer kernels and launches
 SLOW = 4e9  # bytes/s: an Ethernet, and no bus
 
 
@@ -62,7 +63,8 @@ def ranked(inputs: PlanInputs) -> list[RunPlan]:
     plans = [replace(plan, estimate=evaluate(plan, inputs)) for plan in candidates(inputs)]
     plans.sort(key=lambda plan: plan.placement != inputs.live)
     plans = _fastest(plans, lambda plan: (plan.placement, plan.degrees), 1 / SIMILAR_RATIO)
-    plans = _fastest(plans, _kind_of, 1.0)
+    fast = inputs.profile is not None and inputs.profile.bytes_per_second >= FAST
+    plans = _fastest(plans, _kind_of, NEARLY if fast else 1.0)
     fitting = [plan for plan in plans if plan.estimate and plan.estimate.fits]
     if inputs.request.pipeline_degree == 0:  # a pipeline is for weights that have no other place nearby
         usual = [plan for plan in fitting if plan.degrees.pipeline_degree == 1]

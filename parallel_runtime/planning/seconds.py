@@ -30,6 +30,9 @@ DIVIDED, BLOCK = 215e-6, 27.5e-6
 # Seconds of the host a layer where launches are not recorded: its own, for each rank, for each block of a ring; and
 # what the one of host and device who is done sooner adds to the other.
 LAUNCHED, LAUNCHED_BY_RANKS, LAUNCHED_BY_BLOCKS, LAG = 1.09e-3, 150e-6, 190e-6, 0.1
+# Bytes of queries, keys and values of a rank from which Ulysses sends them in two waves (engine/attention/ulysses.py):
+# half of its transfers then hide behind the other wave's attention.
+TWO_WAVES = 32 << 20
 # Bytes/s from which all may send to all at once: through one bus or one network card they would wait for each other.
 FAST = 3e10
 # Of a network that is split by rows, estimated for SDXL and measured on no GPU yet: seconds of the device a message,
@@ -152,6 +155,8 @@ def _exposed_transfer(work: Work, compute: float, degrees: Parallelism, profile:
     """Returns the seconds of transfers that no computation hides."""
     ring, block = degrees.ring_degree, compute / degrees.ring_degree
     all_to_all, send_recv = (size / profile.bytes_per_second for size in _sent_bytes(work.tensor_bytes, degrees))
+    if 3 * work.tensor_bytes / degrees.context_parallel_size >= TWO_WAVES:
+        all_to_all -= min(all_to_all, compute) / 2
     if degrees.options.rotate_method == "allgather":
         return all_to_all + max(0.0, (ring - 1) * send_recv - block)
     return all_to_all + (ring - 1) * max(0.0, send_recv - block)

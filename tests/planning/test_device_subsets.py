@@ -11,7 +11,7 @@ import pytest
 from parallel_runtime.architectures.partition import Load
 from parallel_runtime.explain.plan_words import compared
 from parallel_runtime.planning.candidates import default_plan
-from parallel_runtime.planning.device_profile import DeviceProfile, Speed, coarse
+from parallel_runtime.planning.device_profile import DeviceProfile, Speed
 from parallel_runtime.planning.memory_model import Capacity
 from parallel_runtime.planning.network_stats import NetworkStats, Work
 from parallel_runtime.planning.plan_inputs import PlanInputs
@@ -211,8 +211,8 @@ def test_equal_gpus_are_no_slower_than_one(
 
     def seconds(count: int) -> float:
         profile = DeviceProfile(
-            bytes_per_second=coarse(link) if count > 1 else 0.0,
-            flops_per_second=coarse(products),
+            bytes_per_second=link if count > 1 else 0.0,
+            flops_per_second=products,
             ranks=(speed,) * count,
         )
         inputs = PlanInputs(request=ParallelRequest(), network=network, gpus=count, work=work, profile=profile)
@@ -221,3 +221,13 @@ def test_equal_gpus_are_no_slower_than_one(
         return chosen.seconds
 
     assert seconds(gpus) <= 1.05 * seconds(1)
+
+
+@pytest.mark.parametrize("coupled", [{"batch_coupled": True}, {"images_coupled": True}], ids=str)
+def test_where_images_are_seen_together_one_gpu_is_a_candidate_too(coupled: dict[str, bool]) -> None:
+    """No group of workers can repeat what the others compute there."""
+    network = replace(FLUX, images_coupled="images_coupled" in coupled)
+    asked = replace(wish(2), guided=False, network=network, batch_coupled="batch_coupled" in coupled)
+    plans = plans_of(asked, network.work(1, 1536), link(FAST, FAST, speed=1e9), capacity_of(80.0, 80.0))
+    assert devices(plans[0]) == ("cuda:0",)
+    assert plans[0].seconds < CLEARLY * on_all(plans).seconds

@@ -92,7 +92,7 @@ def test_images_of_a_batch_are_taken_apart_where_that_is_clearly_faster(
     known = {"network": IMAGES, "work": work, "capacity": capacity, "profile": SLOW_WIRE, **changed}
     plan = ranked(PlanInputs(request=ParallelRequest.of(request_), gpus=4, **known))[0]
     assert plan.degrees.data_degree == groups
-    assert plan.degrees.world_size == 4
+    assert plan.degrees.world_size == (1 if {"network", "batch_coupled"} & changed.keys() else 4)
 
 
 def test_under_an_attention_of_another_node_both_prompts_go_to_the_workers_that_are_there() -> None:
@@ -166,7 +166,8 @@ def test_degrees_and_devices_agree_and_the_workers_stay_whatever_is_asked_and_fo
             assert division.degrees.world_size == division.placement.world_size, case
             assert division.degrees.ulysses_degree <= heads, case
             assert not (known["no_lse"] and division.degrees.ring_degree > 1), case
-        assert after.placement == before.placement, case
+        if not known.get("batch_coupled"):  # there no group can repeat what others compute: fewer workers start
+            assert after.placement == before.placement, case
         as_one += after.degrees.cfg_degree < before.degrees.cfg_degree
     assert refused < 0.6 * len(drawn), "most of the draw says nothing"
     assert as_one > 8, "memory decided hardly ever"

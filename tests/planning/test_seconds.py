@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from parallel_runtime.planning.device_profile import DeviceProfile, coarse
+from parallel_runtime.engine.attention.ulysses import MIN_HIDDEN_BYTES
+from parallel_runtime.planning.device_profile import DeviceProfile
 from parallel_runtime.planning.memory_model import (
     ALL_GATHERED_SHARE,
     Capacity,
@@ -17,7 +18,13 @@ from parallel_runtime.planning.memory_model import (
 from parallel_runtime.planning.network_stats import NetworkStats, Work
 from parallel_runtime.planning.plan_inputs import PlanInputs
 from parallel_runtime.planning.resolve import resolve
-from parallel_runtime.planning.seconds import evaluation_seconds, rotate_method_for, times_as_fast
+from parallel_runtime.planning.seconds import (
+    TWO_WAVES,
+    attention_seconds,
+    evaluation_seconds,
+    rotate_method_for,
+    times_as_fast,
+)
 from parallel_runtime.request import EngineOptions, ParallelRequest
 from parallel_runtime.specs import Parallelism
 
@@ -29,8 +36,8 @@ WAN = NetworkStats(
     name="Wan", heads=40, layers=10, width=5120, weights=3_600_000_000, weight_bytes=7_200_000_000, item_bytes=2
 )
 IMAGE, VIDEO = 4096 + 512, 32760
-NO_WIRES = DeviceProfile(bytes_per_second=1e18, flops_per_second=coarse(7e14))
-NVLINK = DeviceProfile(bytes_per_second=coarse(2.5e11), flops_per_second=coarse(7e14))
+NO_WIRES = DeviceProfile(bytes_per_second=1e18, flops_per_second=2.0**49)
+NVLINK = DeviceProfile(bytes_per_second=2.5e11, flops_per_second=2.0**49)
 FREE_BYTES = 75 << 30
 CLOSE = 1.15
 
@@ -88,7 +95,7 @@ def test_auto_takes_ulysses_where_wires_are_fast_and_a_ring_where_it_can_hide_be
     recorded: bool,
 ) -> None:
     assert degrees(FLUX.work(1, IMAGE, recorded=recorded), NVLINK) == (1, 8 if recorded else 4), "launches take longer"
-    pcie = replace(NVLINK, bytes_per_second=coarse(1.2e10))
+    pcie = replace(NVLINK, bytes_per_second=1.2e10)
     ring, ulysses = degrees(WAN.work(1, 4 * VIDEO, recorded=recorded), pcie)
     assert ring > 1, "keys of a long video travel behind its attention"
     assert ring * ulysses == 8
@@ -111,7 +118,7 @@ def rotating(work: Work, degrees: Parallelism, profile: DeviceProfile, device_by
 def test_a_ring_collects_where_the_link_is_fast_and_there_is_room() -> None:
     work = FLUX.work(1, IMAGE)
     assert rotating(work, RING, NVLINK, FREE_BYTES) == "allgather"
-    assert rotating(work, RING, replace(NVLINK, bytes_per_second=coarse(1.2e10)), FREE_BYTES) == "alltoall"
+    assert rotating(work, RING, replace(NVLINK, bytes_per_second=1.2e10), FREE_BYTES) == "alltoall"
     needed = FLUX.weight_bytes + max(estimate_activation_bytes(work, RING)) + 2 * work.tensor_bytes / ALL_GATHERED_SHARE
     for free, method in ((needed + 2, "allgather"), (needed - 2, "alltoall")):
         assert rotating(work, RING, NVLINK, int(free)) == method
@@ -137,3 +144,12 @@ def test_images_of_a_group_fill_the_stages_of_its_pipeline_once() -> None:
     stages, groups = Parallelism(pipeline_degree=2), Parallelism(pipeline_degree=2, data_degree=2)
     both, each = FLUX.work(4, IMAGE), FLUX.work(2, IMAGE)
     assert evaluation_seconds(both, groups, NVLINK) == evaluation_seconds(each, stages, NVLINK)
+
+
+def test_ulysses_is_estimated_with_as_many_waves_as_it_has() -> None:
+    assert TWO_WAVES == MIN_HIDDEN_BYTES
+    slow = replace(NVLINK, bytes_per_second=1e9)
+    both = [
+        attention_seconds(FLUX.work(1, tokens), Parallelism(ulysses_degree=2), slow) / tokens for tokens in (3600, 3700)
+    ]
+    assert both[1] < both[0], "from 32 MiB on half of it hides"
