@@ -32,11 +32,12 @@ class SamplingJob:
     `conds` by the guider's names for them as ComfyUI's condition dicts, and `models`: what is on the guider's MODEL,
     and on that of its negative prompt where it has another. Latents are full-size [B, C, (T,) H, W] float32, and so is
     `mask`, as ComfyUI's `prepare_mask` leaves it; `sigmas` is 1-D. `random_states` are the host's generator states by
-    device type: samplers may draw from them. `weight_patches` are those of the same MODELs, each None where the workers
-    have them already. `latent_shapes` belong to latents (audio and video) that are packed into one. `batch_coupled`
-    means that something on the MODEL sees every prompt and image at once, so they are not divided; `images_coupled`,
-    that something sees every image of a prompt, so only prompts are divided. An entry of a batch is one image for one
-    prompt: `entries_per_call` of them go through the network at once; 0 for all, also those of several prompts.
+    device type: samplers may draw from them, and would on a device of this `generator_kind`. `weight_patches` are those
+    of the same MODELs, each None where the workers have them already. `latent_shapes` belong to latents (audio and
+    video) that are packed into one. `batch_coupled` means that something on the MODEL sees every prompt and image at
+    once, so they are not divided; `images_coupled`, that something sees every image of a prompt, so only prompts are
+    divided. An entry of a batch is one image for one prompt: `entries_per_call` of them go through the network at once;
+    0 for all, also those of several prompts.
     """
 
     guider: str
@@ -47,6 +48,7 @@ class SamplingJob:
     sigmas: Tensor
     seed: int | None
     random_states: dict[str, Tensor]
+    generator_kind: str
     weight_patches: list[Described | None]
     packs: list[str]
     batch_coupled: bool

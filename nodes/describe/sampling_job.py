@@ -22,7 +22,7 @@ from ...parallel_runtime.loading.code_names import Unsendable, is_of_a_pack, qua
 from ...parallel_runtime.loading.object_codec import Describer, rebuild
 from ...parallel_runtime.loading.pack_globals import globals_of, set_globals
 from ...parallel_runtime.loading.packs import packs_named
-from ...parallel_runtime.loading.random_states import random_states
+from ...parallel_runtime.loading.random_states import generator_kind, random_states
 from .batch_coupling import couples_by_masks, is_batch_coupled
 from .control_nets import Conds, gligens_of, needs_full_latent
 from .describer import describer
@@ -103,6 +103,7 @@ def describe_job(
         sigmas=call.sigmas,
         seed=call.seed,
         random_states=random_states(model.load_device),
+        generator_kind=generator_kind(model.load_device),
         weight_patches=weight_patches,
         batch_coupled=coupled or is_batch_coupled(model, options) or couples_by_masks(network, mask),
         images_coupled=described.stats.images_coupled or bool(gligens_of(guider.conds)),

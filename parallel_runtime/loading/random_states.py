@@ -10,6 +10,14 @@ import torch
 from torch import Tensor
 
 
+def generator_kind(device: torch.device) -> str:
+    """Identifies devices whose generators give the same numbers: a GPU's depend on its number of processors."""
+    if device.type == "cpu":
+        return device.type
+    properties = torch.get_device_module(device).get_device_properties(device)
+    return f"{properties.name} {getattr(properties, 'multi_processor_count', '')}".strip()
+
+
 def random_states(device: torch.device) -> dict[str, Tensor]:
     version, words, gauss = random.getstate()
     _, numpy_words, *numpy_rest = numpy.random.get_state()

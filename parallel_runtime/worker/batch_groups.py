@@ -53,17 +53,17 @@ def all_gather(dim: MeshDim, local: Tensor, total: int) -> Tensor:
     return full
 
 
-def broadcast_from_first(dim: MeshDim, out: Any) -> Any:
-    """Returns the tensors of `out` as the first rank of `dim` has them. Every rank computes the layers after the tokens
-    are gathered, and devices of several kinds round differently there."""
+def broadcast_if_unlike(dim: MeshDim, out: Any, source: int = 0) -> Any:
+    """Returns the tensors of `out` as rank `source` of `dim` has them, where devices are of several kinds. Every rank
+    computes the layers after the tokens are gathered, and such devices round differently there."""
     if dim.size == 1 or not dim.group_state.heterogeneous:
         return out
 
-    def first(part: Tensor) -> Tensor:
-        local = part if dim.index == 0 else part[:0]
-        return all_gather_v(local, (len(part), *(0,) * (dim.size - 1)), dim).wait()[0]
+    def from_source(part: Tensor) -> Tensor:
+        sizes = [len(part) * (index == source) for index in range(dim.size)]
+        return all_gather_v(part[: sizes[dim.index]], sizes, dim).wait()[0]
 
-    return tree_map_only(Tensor, first, out)
+    return tree_map_only(Tensor, from_source, out)
 
 
 def entry_by_entry(evaluate: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -29,7 +29,7 @@ from ..jobs import Job
 from ..request import AfterSampling
 from ..specs import Compilation, ModelSpec, Parallelism, WeightPlacement
 from ..wire.messages import Run
-from .batch_groups import broadcast_from_first, data_parallel
+from .batch_groups import broadcast_if_unlike, data_parallel
 from .process.broadcast import check_files
 from .process.progress import Progress
 
@@ -78,7 +78,7 @@ class Model:
         """Calls `evaluate(*args, **kwargs)` with its entries divided over the batch groups; each group computes
         all entries of a `batch_coupled` batch. The result has the same bits on all ranks of a sequence."""
         dim = MeshDim() if batch_coupled else self.mesh.data
-        return broadcast_from_first(self.mesh.context, data_parallel(dim, evaluate, batch, *args, **kwargs))
+        return broadcast_if_unlike(self.mesh.context, data_parallel(dim, evaluate, batch, *args, **kwargs))
 
     def unrecordable_reason(self) -> str:
         """Returns why no forward can be recorded now; "" where it can."""

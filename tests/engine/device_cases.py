@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import os
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 
-from parallel_runtime.engine.comm.mesh import MeshDim
+from parallel_runtime.engine.comm.mesh import GroupState, MeshDim
 from parallel_runtime.engine.comm.votes import differing_ranks
 from parallel_runtime.errors import Refused
 from parallel_runtime.jobs import DemoJob
 from parallel_runtime.specs import ModelSpec, Parallelism, WeightPlacement
 from parallel_runtime.wire.messages import Run
-from parallel_runtime.worker.batch_groups import broadcast_from_first
+from parallel_runtime.worker.batch_groups import broadcast_if_unlike
 from parallel_runtime.worker.models import Model, Models
+from parallel_runtime.worker.process import sampler_noise
+from parallel_runtime.worker.process.sampler_noise import FUNCTIONS, SamplerNoise
 
 from ..groups import flux_job
 from .meshes import mesh
@@ -31,7 +36,7 @@ def rounded(rank: int, world: int, degrees: list[int], unlike: bool) -> list[lis
     context.group_state.heterogeneous = unlike
     try:
         full = torch.arange(6.0).view(3, 2) + rank * 1e-6
-        return [part.flatten().tolist() for part in broadcast_from_first(context, [full, full[:1]])]
+        return [part.flatten().tolist() for part in broadcast_if_unlike(context, [full, full[:1]])]
     finally:
         context.group_state.heterogeneous = False
 
@@ -82,3 +87,41 @@ def tried_degrees(rank: int, world: int, all_degrees: list[dict[str, int]]) -> t
         used("tried", degrees)
         sums.append(summed(models._shard_dims[Parallelism(**degrees).mesh_shape]))
     return sums, summed(kept.mesh.context) == kept.mesh.context.size
+
+
+class UnlikeCard(TorchFunctionMode):
+    """Draws as a CUDA GPU of so many threads does: a thread of Philox has four numbers, and a larger tensor starts anew
+    with the next thread's (pytorch#196613). The CPU's generator stands in for Philox."""
+
+    def __init__(self, threads: int) -> None:
+        super().__init__()
+        self._threads = threads
+
+    def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        drawn = function(*args, **(kwargs or {}))
+        if function not in FUNCTIONS:
+            return drawn
+        generator = torch.Generator().manual_seed(7)
+        by_component = torch.randn(-(-drawn.numel() // self._threads), 1 << 18, generator=generator)
+        place = torch.arange(drawn.numel())
+        return drawn.copy_(by_component[place // self._threads, place % self._threads].view_as(drawn))
+
+
+def drawn_by_unlike_cards(
+    rank: int, world: int, threads: list[int], kinds: list[str], comfyui: str, side: int
+) -> tuple[list[list[float]], list[bool]]:
+    """The first and last numbers of what each rank draws in several ways; whether the network's own, drawn meanwhile,
+    and those drawn by CPU generators of unlike cards stayed its own."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}
+    state, device = GroupState(heterogeneous=len(set(kinds)) > 1), torch.device("cpu")
+    with patch.object(sampler_noise, "generator_kind", lambda _: kinds[rank]):
+        noise = SamplerNoise(device, comfyui, state)
+        latent = torch.zeros(1, 16, side, side)
+        with UnlikeCard(threads[rank]):
+            own = torch.randn_like(latent)
+            with noise:
+                seeded = torch.randn(latent.shape, generator=torch.Generator().manual_seed(1))
+                drawn = [seeded, torch.randn_like(latent), torch.empty_like(latent).normal_()]
+                with noise.paused():
+                    in_network = torch.randn_like(latent)
+    return [[*each.flatten()[-4:].tolist()] for each in drawn], [torch.equal(in_network, own)]

@@ -42,3 +42,24 @@ def test_degrees_that_were_tried_and_let_go_can_be_used_again(groups: Groups) ->
     ]
     for answer in groups(4).run("tests.engine.device_cases:tried_degrees", all_degrees=tried):
         assert answer == [[4.0, 2.0, 2.0, 2.0, 2.0] * 2, True]
+
+
+RTX_3090, RTX_4090 = ("RTX 3090", 125_952), ("RTX 4090", 196_608)  # threads of one wave of a drawing kernel
+
+
+@pytest.mark.parametrize("comfyuis", [RTX_3090, RTX_4090, ("H100", 0)], ids=lambda card: card[0])
+@pytest.mark.parametrize("side", [64, 128], ids=["SDXL", "FLUX"])  # 65,536 numbers fit into one wave, 262,144 do not
+def test_on_unlike_gpus_a_sampler_draws_the_noise_of_comfyuis_own(
+    groups: Groups, comfyuis: tuple[str, int], side: int
+) -> None:
+    cards = (RTX_4090, RTX_3090)
+    case, source = "tests.engine.device_cases:drawn_by_unlike_cards", max(0, [*cards, comfyuis].index(comfyuis) % 2)
+
+    def drawn(kinds: list[str]) -> list[tuple[list[list[float]], list[bool]]]:
+        threads = [card[1] for card in cards]
+        return groups(2).run(case, threads=threads, kinds=kinds, comfyui=comfyuis[0], side=side)
+
+    shared, own = drawn([card[0] for card in cards]), drawn(["one kind"] * 2)
+    assert shared[0][0] == shared[1][0] == own[source][0]
+    assert (own[0][0] == own[1][0]) == (side == 64), "without it the latents of FLUX would differ"
+    assert all(answer[1] == [True] for answer in shared), "in the network each rank has other tokens"

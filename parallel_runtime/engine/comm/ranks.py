@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ...accelerators import KERNELS, distributed_backends, version_of
+from ...loading.random_states import generator_kind
 from .rendezvous import store_at
 
 # The host watches for stalls and ends the whole group; a collective that timed out alone would only blur the cause.
@@ -66,12 +67,10 @@ def join(device: torch.device, store: str, *, through_main_memory: bool) -> None
 
 
 def device_kind(device: torch.device) -> str:
-    """Identifies devices that draw the same random numbers, round alike and have the same kernels: a GPU's name, its
-    number of processors, the version of cuDNN and the installed packages of attention kernels, with their versions."""
+    """Identifies devices that draw the same random numbers, round alike and have the same kernels: their generators,
+    the version of cuDNN and the installed packages of attention kernels, with their versions."""
     if device.type == "cpu":
         return device.type
-    properties = torch.get_device_module(device).get_device_properties(device)
-    processors, cudnn = getattr(properties, "multi_processor_count", ""), torch.backends.cudnn.version()
     packages = {kernel.package for kernel in KERNELS.values() if kernel.package and kernel.installed}
     versions = {f"{package} {version_of(package) or ''}".strip() for package in packages}
-    return " ".join(map(str, (properties.name, processors, cudnn, *sorted(versions))))
+    return " ".join(map(str, (generator_kind(device), torch.backends.cudnn.version(), *sorted(versions))))

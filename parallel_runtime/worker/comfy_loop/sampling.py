@@ -36,6 +36,7 @@ from ...loading.random_states import random_states, set_random_states
 from ..batch_groups import all_gather, entry_by_entry, local_items
 from ..kernel_advice import kernel_advice
 from ..process.progress import Progress
+from ..process.sampler_noise import SamplerNoise
 from ..step_cache import StepCache
 from .comfy_model import ComfyModel
 from .control_division import divided, of_conds, own_entries
@@ -72,7 +73,8 @@ def run(model: ComfyModel, job: SamplingJob, progress: Progress) -> dict[str, An
         _put_on(made_patcher, of_model, on_model, job)
     conds, guider = made["conds"], _guider(job, patchers, made)
     controls = of_conds(conds)
-    patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, Branches(model, job, progress))
+    noise = SamplerNoise(model.device, job.generator_kind, model.mesh.context.group_state)
+    patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, Branches(model, job, progress, noise))
     together = job.batch_coupled or job.images_coupled
     wrapper = _control_wrapper(controls, model, batch_coupled=together)
     patcher.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, KEY, wrapper)
@@ -87,7 +89,7 @@ def run(model: ComfyModel, job: SamplingJob, progress: Progress) -> dict[str, An
     pipefusion, warmup_steps = model.stages and model.stages.pipefusion, model.parallelism.options.warmup_steps
     in_patches = with_pipefusion(pipefusion, patcher, job.sigmas, warmup_steps) if pipefusion else nullcontext()
     set_random_states(job.random_states, model.device)
-    with with_step_cache(model, patcher) as cache, in_patches, patcher.state_dict_of_file():
+    with with_step_cache(model, patcher) as cache, in_patches, patcher.state_dict_of_file(), noise:
         samples = _sample(job, guider, made["sampler"], on_step)
     skipped = cache.counts(shared=not job.batch_coupled) if cache else None
     attributes = made["guider_attributes"]
@@ -209,18 +211,19 @@ class Branches:
     """A CALC_COND_BATCH wrapper that divides the branches of guidance over batch groups; each group evaluates all of
     them where the job is `batch_coupled`."""
 
-    def __init__(self, model: ComfyModel, job: SamplingJob, progress: Progress) -> None:
+    def __init__(self, model: ComfyModel, job: SamplingJob, progress: Progress, noise: SamplerNoise) -> None:
         self._entries_per_call = job.entries_per_call
         self._stages = None if job.batch_coupled else model.stages
         self._groups = MeshDim() if job.batch_coupled else model.mesh.cfg
-        self._progress = progress
+        self._progress, self._noise = progress, noise
 
     def __call__(
         self, executor: Any, model: Any, conds: BranchConds, x: Tensor, timestep: Tensor, model_options: dict[str, Any]
     ) -> list[Tensor]:
         """Returns a denoised prediction [B, C, (T,) H, W] for each branch, as `calc_cond_batch` does."""
         self._progress.vote()
-        with _limited_batches(model, x.shape[0] if self._stages else self._entries_per_call):
+        limited = _limited_batches(model, x.shape[0] if self._stages else self._entries_per_call)
+        with self._noise.paused(), limited:
             return self._evaluate_split(executor, model, conds, x, timestep, model_options)
 
     def _evaluate_split(self, executor: Any, model: Any, conds: BranchConds, x: Tensor, *args: Any) -> list[Tensor]:
