@@ -56,7 +56,8 @@ class WorkerModel(torch.nn.Module):
 
 
 class WorkerModelPatcher(WeightlessPatcher):
-    """A model's weights on one device of the workers. Detaching it unloads that model from all of their devices."""
+    """A model's weights on one device of the workers. What ComfyUI needs of it is taken from the ranks on that device;
+    others keep theirs, if they have all weights themselves."""
 
     group_model: GroupModel
 
@@ -66,14 +67,23 @@ class WorkerModelPatcher(WeightlessPatcher):
         return self.size
 
     def partially_unload(self, device_to: torch.device, memory_to_free: int = 0, **_: Any) -> int:
-        """Evicts the model's CUDA graphs, which ComfyUI asks for before it unloads a model; returns their bytes on this
-        device."""
-        return self.group_model.evict_graphs().get(str(self.load_device), 0)
+        """Evicts the model's CUDA graphs, then as many weights as are needed; returns their bytes on this device."""
+        freed = self.group_model.evict_graphs().get(str(self.load_device), 0)
+        return freed + self._give_back(memory_to_free - freed)
+
+    def _give_back(self, nbytes: int) -> int:
+        given = self.group_model.give_back(str(self.load_device), nbytes) if nbytes > 0 else 0
+        self.model.model_loaded_weight_memory = max(0, self.model.model_loaded_weight_memory - given)
+        return given
 
     def detach(self, unpatch_all: bool = True) -> torch.nn.Module:
-        """ComfyUI also detaches a model to load it again, and then without `unpatch_all`."""
+        """Unloads the model where no other device has it. ComfyUI also detaches a model to load it again, and then
+        without `unpatch_all`."""
         if unpatch_all and self.loaded_size():
-            self.group_model.free()
+            others = any(other.loaded_size() for other in self.group_model.patchers if other is not self)
+            if not others or not self._give_back(self.size):
+                self.group_model.free()
+            self.model.model_loaded_weight_memory, self.model.device = 0, CPU
         return self.model
 
 
@@ -120,6 +130,25 @@ class GroupModel:
             with contextlib.suppress(ParallelError):
                 group.evict_graphs(self.spec)
             return sum_by_device(group.placement, graph_bytes)
+
+    def give_back(self, device: str, nbytes: int) -> int:
+        """Has the ranks on one device move `nbytes` of this model's weights from it, except from a callback of a run
+        and where ranks fetch blocks. Returns the freed bytes."""
+        ranks = [rank for rank, name in enumerate(self.group.placement.devices) if name == device]
+        with runtime.exclusive(self.group) as group:
+            listed = group is not None and group.models.get(self.spec) is self
+            if group is None or group.in_run or not listed or self.weights.mode != "replicate":
+                return 0
+            before = self._resident_bytes(ranks)
+            with contextlib.suppress(ParallelError):
+                group.give_back(self.spec, ranks, -(-nbytes // len(ranks)))
+            freed = max(0, before - self._resident_bytes(ranks))
+            log.info("[CP] the workers gave back %.1f GiB of %s: the next run loads them again", freed / GIB, device)
+            return freed
+
+    def _resident_bytes(self, ranks: Sequence[int]) -> int:
+        each = (self.group.readings[rank].weights for rank in ranks if self.group.readings)
+        return sum(one.resident for models in each for one in models if one.fingerprint == self.spec.fingerprint)
 
     def free(self, after: AfterSampling = "unload") -> bool:
         """Has the workers drop the conditions of a native sampler's run, and offload the weights to main memory or

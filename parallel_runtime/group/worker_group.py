@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import ParallelError, Refused, WorkerDied, say
@@ -157,6 +157,11 @@ class WorkerGroup:
     def evict_graphs(self, model: ModelSpec) -> None:
         """Evicts this model's recorded forwards on every rank; its next run records again."""
         self._measure(UNLOAD_SECONDS, model=model, recordings=True)
+
+    def give_back(self, model: ModelSpec, ranks: Sequence[int], nbytes: int) -> None:
+        """Has each of these ranks move weights of `nbytes` from its device until the next run of this model, and all
+        ranks evict its recorded forwards: these are replayed on all or none."""
+        self._measure(UNLOAD_SECONDS, model=model, recordings=True, ranks=tuple(ranks), nbytes=nbytes)
 
     def measure(self, watch: Watch = lambda: None) -> tuple[Readings, ...]:
         """Returns the current readings of each rank, in rank order; `watch` is called as in `run`."""

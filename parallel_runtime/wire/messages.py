@@ -49,12 +49,14 @@ class Welcome:
 class Measure:
     """Asks for the rank's readings. Before that it drops the conditions of `model`, if one is named, that a native
     sampler's run had, and does with its weights what `after` says; or, with `recordings`, it only discards the
-    model's recorded forwards."""
+    model's recorded forwards, and each of `ranks` gives back `nbytes` of its device that weights take."""
 
     job: int
     model: ModelSpec | None = None
     after: AfterSampling = "unload"
     recordings: bool = False
+    ranks: tuple[int, ...] = ()
+    nbytes: int = 0
 
 
 @dataclass(frozen=True)

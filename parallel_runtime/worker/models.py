@@ -178,6 +178,9 @@ class Model:
     def onload(self) -> None:
         self.network.to(self.device)
 
+    def give_back(self, nbytes: int) -> None:
+        """Moves weights of at least so many bytes to main memory, if it can, until the next job."""
+
 
 Load = Callable[[ModelSpec, torch.device, OnProgress, Job], Model]
 Loop = Callable[[Any, Any, Progress], dict[str, Any]]  # runs jobs of one kind on a Model
@@ -254,10 +257,12 @@ class Models:
         del model
         self._free_unused()
 
-    def discard_recordings(self, spec: ModelSpec) -> None:
-        """Discards this model's recorded forwards, if it is loaded; the next job records them again."""
+    def discard_recordings(self, spec: ModelSpec, nbytes: int = 0) -> None:
+        """Discards this model's recorded forwards, if it is loaded, and gives back `nbytes` of the device that its
+        weights take; the next job records the forwards again, and brings these weights back."""
         if model := self._models.get(spec.unpatched):
             model.graph_runner.discard()
+            model.give_back(nbytes)
         self._free_unused()
 
     def end_job(self, *, keep_buffers: bool = False) -> None:

@@ -93,7 +93,7 @@ class Worker:
                     self._channel.send(*self._answer(message, payload(bundle)))
                 case Measure(job=job, model=model, after=after, recordings=recordings):
                     if model is not None and recordings:
-                        self._models.discard_recordings(model)
+                        self._models.discard_recordings(model, message.nbytes if rank() in message.ranks else 0)
                     elif model is not None:
                         self._models.free(model, after)
                     self._channel.send(Done(job, readings=self._readings()))

@@ -149,3 +149,37 @@ def at_once(rank: int, world: int, path: str) -> dict[str, Any]:
     finally:
         comfy.model_management.unet_inital_load_device = before
     return {"views": len(made.file_views) > 0, "loaded": len(loaded), "restored": restored}
+
+
+def given_back(rank: int, world: int, folder: str, dynamic_vram: bool, other_patches: bool) -> dict[str, Any]:
+    """What a MODEL with a patch on every weight has after it gave back a third of its bytes, and after the next load,
+    also with `other_patches` by then; layers that were loaded again, and those that were given back."""
+    first = loaded(folder, dynamic_vram=dynamic_vram)
+    first.weight_state.on_move = lambda: moved.append(True)
+    second, moved, again = first.clone(), [], []
+    second.on_progress = lambda done: again.append(done)
+    for clone, strength in ((first, 1.0), (second, 2.0 if other_patches else 1.0)):
+        weights = {name: torch.ones(weight.shape) for name, weight in clone.model.named_parameters() if weight.ndim > 1}
+        clone.add_patches({name: (value,) for name, value in weights.items()}, strength)
+        clone.patches_uuid = uuid.UUID(int=int(strength))
+    second.partially_load(CPU)
+    wanted = {name: weight.clone() for name, weight in second.model.named_parameters()}
+    second.unpatch_model(CPU)
+    second.model.current_weight_patches_uuid = None
+    first.partially_load(CPU)
+    size, taken, before = first.loaded_size(), patcher.weight_bytes(first.model), dict(first.model.named_parameters())
+    moved.clear()
+    first.give_back(taken // 3)
+    state, names = first.weight_state, dict(first.model.named_parameters())
+    gone, counted = list(state.given_back), first.loaded_size()
+    in_file = all(names[f"{name}.weight"].data_ptr() == first.file_views[f"{name}.weight"].data_ptr() for name in gone)
+    again.clear()
+    second.partially_load(CPU)
+    after = dict(second.model.named_parameters())
+    kept = [name for name, weight in after.items() if weight is before[name] and name.rpartition(".")[0] in gone]
+    return {
+        "moved": bool(moved), "counted": (size - counted) / taken, "in file": in_file, "layers": len(gone),
+        "all layers": len({name.rpartition(".")[0] for name in after}), "loaded anew": len(again), "kept": kept,
+        "back": second.loaded_size() == size and not state.given_back and not state.in_file_bytes,
+        "other": [name for name, weight in after.items() if not torch.equal(weight.float(), wanted[name].float())],
+    }  # fmt: skip

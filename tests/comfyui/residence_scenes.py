@@ -25,7 +25,7 @@ runtime = pack_module("parallel_runtime.group.runtime").runtime
 run_plan = pack_module("parallel_runtime.planning.run_plan")
 stats, plan_inputs = (pack_module(f"parallel_runtime.planning.{name}") for name in ("network_stats", "plan_inputs"))
 specs, jobs = pack_module("parallel_runtime.specs"), pack_module("parallel_runtime.jobs")
-request = pack_module("parallel_runtime.request")
+request, readings = pack_module("parallel_runtime.request"), pack_module("parallel_runtime.wire.readings")
 
 ONE = specs.Placement(devices=("cpu",))
 MODELS = [specs.ModelSpec(loader=specs.DEMO, weight_dtype=dtype) for dtype in ("float32", "bfloat16")]
@@ -204,3 +204,59 @@ def _slow(group: Any) -> Iterator[None]:
     finally:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
+
+
+class _Group:
+    """A group of four GPUs, as ComfyUI's process sees it: what each rank has of one model, in its readings."""
+
+    alive, in_run = True, False
+    placement = specs.Placement(devices=tuple(f"cuda:{number}" for number in range(4)))
+
+    def __init__(self, size: int) -> None:
+        self.models: dict[Any, Any] = {}
+        self.resident = [size] * 4
+        self.asked: list[Any] = []
+
+    @property
+    def readings(self) -> list[Any]:
+        return [
+            readings.Readings(0, 0, (readings.ModelMemory("", size, fingerprint=MODELS[0].fingerprint),))
+            for size in self.resident
+        ]
+
+    def give_back(self, model: Any, ranks: Any, nbytes: int) -> None:
+        self.asked.append(("give back", *ranks))
+        for rank in ranks:
+            self.resident[rank] -= min(self.resident[rank], -(-nbytes // 1000) * 1000)  # whole layers
+
+    def free(self, model: Any, after: str) -> None:
+        self.asked.append(after)
+        self.resident = [0] * 4
+
+    def close(self) -> None:
+        pass
+
+
+def encoder_on_one_gpu(rank: int, world: int, mode: str) -> dict[str, Any]:
+    """ComfyUI needs a part of GPU 0, then all of it, then of every GPU: what ranks have then, and what it counts."""
+    runtime.close()
+    none = {"activation_bytes_by_rank": (0,) * 4, "buffer_bytes_by_rank": (0,) * 4}
+    needed = run_plan.Estimate(weight_bytes_by_rank=(12_000,) * 4, **none)
+    runtime.group = group = _Group(12_000)
+    weights = specs.WeightPlacement(mode=mode)
+    model = group.models[MODELS[0]] = memory.GroupModel(group, MODELS[0], weights, needed)
+    loaded = [comfy.model_management.LoadedModel(patcher) for patcher in model.patchers]
+    try:
+        for one in loaded:
+            one.model_load()
+        answers = {"part stays": not loaded[0].model_unload(3_500), "after a part": list(group.resident)}
+        answers["counted"] = [one.model_loaded_memory() for one in loaded]
+        loaded[0].model_load()
+        answers["counted again"] = loaded[0].model_loaded_memory()
+        answers |= {"gone": loaded[0].model_unload(1 << 40), "after all": list(group.resident)}
+        answers |= {"listed": len(group.models), "counted then": [one.model_loaded_memory() for one in loaded]}
+        for one in loaded[1:]:
+            one.model_unload(1 << 40)
+        return answers | {"listed at last": len(group.models), "asked": group.asked}
+    finally:
+        runtime.group = None

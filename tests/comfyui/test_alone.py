@@ -563,3 +563,42 @@ def test_a_linked_model_is_named_by_the_path_that_the_user_chose(alone: Group, t
     """Another machine looks for that one."""
     (path,) = alone.run(f"{CALLBACK}path_of_a_link", folder=str(tmp_path))
     assert path == str(tmp_path / "chosen.safetensors")
+
+
+@pytest.mark.parametrize("other_patches", [False, True], ids=["same LoRA", "another strength"])
+@pytest.mark.parametrize("dynamic_vram", [False, True])
+def test_weights_that_were_given_back_are_brought_back_alone_and_are_what_they_were(
+    alone: Group, tmp_path: Path, dynamic_vram: bool, other_patches: bool
+) -> None:
+    case = {"folder": str(tmp_path), "dynamic_vram": dynamic_vram, "other_patches": other_patches}
+    (found,) = alone.run(f"{LOADING}given_back", **case)
+    assert found["moved"], "recordings read from this memory"
+    assert 1 / 3 <= found["counted"] < 0.8
+    assert found["in file"]
+    assert 0 < found["layers"] < found["all layers"]
+    assert found["back"]
+    assert found["loaded anew"] == 0, "the whole model is not loaded module by module"
+    assert found["kept"] == []
+    assert found["other"] == []
+
+
+def test_a_text_encoder_takes_what_it_needs_from_the_gpu_that_it_is_on(alone: Group) -> None:
+    """And the other GPUs keep their weights, until none is left."""
+    (found,) = alone.run(f"{RESIDENCE}encoder_on_one_gpu", mode="replicate")
+    assert found["part stays"]
+    assert found["after a part"] == [8_000, 12_000, 12_000, 12_000]
+    assert found["counted"] == [8_000, 12_000, 12_000, 12_000]
+    assert found["counted again"] == 12_000
+    assert found["gone"]
+    assert found["after all"] == [0, 12_000, 12_000, 12_000]
+    assert found["listed"] == 1
+    assert found["counted then"] == [0, 12_000, 12_000, 12_000]
+    assert found["listed at last"] == 0
+    assert found["asked"] == [*(["give back", rank] for rank in (0, 0, 1, 2)), "unload"]
+
+
+@pytest.mark.parametrize("mode", ["shard", "offload"])
+def test_weights_that_ranks_fetch_from_each_other_go_together(alone: Group, mode: str) -> None:
+    (found,) = alone.run(f"{RESIDENCE}encoder_on_one_gpu", mode=mode)
+    assert found["after a part"] == [0] * 4
+    assert found["asked"][0] == "unload"

@@ -124,3 +124,26 @@ def test_a_prompt_that_is_refused_at_once_starts_no_workers(deserted: Server) ->
         deserted.client.run(sampling_graph(FLUX, "CPSampler", replace(RING_2, devices="cpu")))
     time.sleep(2)
     assert not deserted.children()
+
+
+def resident(server: Server) -> list[int]:
+    """The bytes of weights that each rank has on its device."""
+    ranks = server.client.get("/cp/status")["ranks"]
+    return [sum(weights["resident"] for weights in rank["weights"]) for rank in ranks]
+
+
+def test_a_run_after_a_text_encoder_took_some_memory_brings_back_what_went(server: Server) -> None:
+    """With one CPU as the device of all ranks each gives back its part."""
+    server.client.post("/free", unload_models=True)
+    wait_for(lambda: not loaded(server), seconds=10)
+    before = latent_of(server.client.run(sampling_graph(FLUX, "CPSampler", RING_2)))
+    full, since = resident(server), server.log_size()
+    for share in (4, 3):
+        assert server.client.post("/cp_test/take", bytes=sum(full) // share)["stays"]
+        for size, whole in zip(resident(server), full, strict=True):
+            assert whole // 2 <= size <= whole - whole // share
+        assert torch.equal(latent_of(server.client.run(sampling_graph(FLUX, "CPSampler", RING_2))), before)
+        assert resident(server) == full
+    log = server.log(since)
+    assert log.count("the workers gave back") == 2
+    assert "unloading the workers' model" not in log

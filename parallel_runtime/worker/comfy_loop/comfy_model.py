@@ -193,6 +193,9 @@ class ComfyModel(Model):
     def onload(self) -> None:
         """Does nothing: ComfyUI loads the clone that a job uses."""
 
+    def give_back(self, nbytes: int) -> None:
+        self.patcher.give_back(nbytes)
+
 
 def load(
     additional: AdditionalModels, spec: ModelSpec, device: torch.device, on_progress: Callable[[float], None], _: Job

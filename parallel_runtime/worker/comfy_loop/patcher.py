@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import comfy.float
@@ -31,6 +31,11 @@ def unload(patcher: ModelPatcher) -> None:
     loaded = comfy.model_management.current_loaded_models
     kept = [other for other in loaded if not patcher.is_clone(other.model)]
     comfy.model_management.free_memory(UNLIMITED_BYTES, patcher.load_device, kept)
+
+
+def _leaves(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    """Returns the modules without modules inside, by name, in their order."""
+    return [(name, module) for name, module in model.named_modules() if not list(module.children())]
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,12 +78,14 @@ class DynamicVram:
 @dataclass(eq=False)
 class WeightState:
     """The state of the weights that all clones share: whether layers are forced to cast, what is offloaded, the
-    prefetcher that has it while the model is loaded, and what the host's dynamic VRAM does, if it has that."""
+    prefetcher that has it while the model is loaded, the names of layers that were `given_back`, which are in the file
+    until the next load, and what the host's dynamic VRAM does, if it has that."""
 
     force_cast: bool = False
     offload_set: OffloadSet | None = None
     prefetcher: BlockPrefetcher | None = None
     in_file_bytes: int = 0
+    given_back: list[str] = field(default_factory=list)
     dynamic_vram: DynamicVram | None = None
     on_move: Callable[[], None] = lambda: None  # called when weights leave their memory
 
@@ -189,6 +196,7 @@ class RankPatcher(Mapped):
         self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False
     ) -> int:
         before = self.model.current_weight_patches_uuid
+        self._bring_back(device_to, patched=before == self.patches_uuid)
         load_fully = (
             before is None
             or not self.loaded_size()
@@ -206,11 +214,45 @@ class RankPatcher(Mapped):
     def partially_unload(self, device_to: torch.device, memory_to_free: int = 0, **_: Any) -> int:
         return 0
 
+    def give_back(self, nbytes: int) -> None:
+        """Drops weights of at least so many bytes from the device, the last layers first. The next load brings back
+        these alone. Blocks that are fetched stay where they are."""
+        state, freed = self.weight_state, 0
+        if nbytes <= 0 or state.offload_set is not None or not self.loaded_size():
+            return
+        state.on_move()
+        self.unpatch_hooks()
+        for name, module in reversed(_leaves(self.model)):
+            keys = [f"{name}.{key}" for key, parameter in module._parameters.items() if parameter is not None]
+            if freed >= nbytes or name in state.given_back or not keys or not self.file_views.keys() >= set(keys):
+                continue
+            freed += weight_bytes(module)
+            for key in keys:
+                self.backup.pop(key, None)
+                comfy.utils.set_attr_param(self.model, key, self.file_views[key])
+            state.given_back.append(name)
+        self.model.model_loaded_weight_memory -= freed
+        state.in_file_bytes += freed if self.load_device.type == "cpu" else 0  # where the file's pages are the device's
+
+    def _bring_back(self, device: torch.device, *, patched: bool) -> None:
+        """Brings back the layers that were given back, with their patches where they are to be `patched`."""
+        for name in self.weight_state.given_back:
+            module = self.model.get_submodule(name)
+            for key in [f"{name}.{key}" for key in module._parameters if patched]:
+                if key in self.patches:
+                    self.patch_weight_to_device(key, device_to=device)
+            module.to(device)
+            self.settle(module)
+            vars(module)["comfy_patched_weights"] = True
+        if self.weight_state.given_back:
+            self.weight_state.given_back, self.weight_state.in_file_bytes = [], 0
+            self.model.model_loaded_weight_memory = self.model_size()
+
     def load(self, device_to: torch.device | None = None, *args: Any, **kwargs: Any) -> None:
         """Loads module by module, to report progress."""
         self.weight_state.on_move()
         prefetcher = self._filled_prefetcher(device_to) if self.weight_state.offload_set is not None else None
-        modules = [(name, module) for name, module in self.model.named_modules() if not list(module.children())]
+        modules = _leaves(self.model)
         for index, (name, module) in enumerate(modules):
             if not any(f"{name}.{key}" in self.patches for key in module._parameters):
                 module.to(device_to)
@@ -224,10 +266,11 @@ class RankPatcher(Mapped):
     def unpatch_model(self, device_to: torch.device | None = None, unpatch_weights: bool = True) -> None:
         if unpatch_weights:
             self.weight_state.on_move()
+            self.weight_state.given_back, self.weight_state.in_file_bytes = [], 0
         if unpatch_weights and (prefetcher := self.weight_state.prefetcher):
             self.unpatch_hooks()
             prefetcher.close()
-            self.weight_state.prefetcher, self.weight_state.in_file_bytes = None, 0
+            self.weight_state.prefetcher = None
         super().unpatch_model(device_to, unpatch_weights)
 
     def patch_hook_weight_to_device(
