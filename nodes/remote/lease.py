@@ -20,7 +20,7 @@ from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.group.worker_group import OnStep, Result, WorkerGroup
 from ...parallel_runtime.jobs import Job
 from ...parallel_runtime.planning.candidates import default_plan
-from ...parallel_runtime.planning.misfit import Shortage, shortage
+from ...parallel_runtime.planning.misfit import GIB, Shortage, shortage
 from ...parallel_runtime.planning.network_stats import Work
 from ...parallel_runtime.planning.plan_inputs import PlanInputs
 from ...parallel_runtime.planning.resolve import alternatives, best_plan, resolve, why_unfit
@@ -35,6 +35,7 @@ from .comfy_memory import LIMIT, GroupModel, capacity_for, sum_by_device, unload
 log = logging.getLogger(__name__)
 
 KINDS_PER_DOUBLING = 8  # kinds of runs for each doubling of the tokens: a smaller difference is the same kind
+LESS = 0.9  # of the bytes that a plan counted for a worker is the next plan's limit once the worker ran out of memory
 KEEP_MODELS = 2  # models at once in the workers, memory permitting: Wan 2.2 samples one video with two
 
 
@@ -116,7 +117,7 @@ def _with_measurements(spec: ModelSpec, inputs: PlanInputs, group: WorkerGroup |
     """Returns `inputs` with the devices' measurements and the weights that the live `group` has loaded."""
     all_devices = default_plan(inputs).placement
     loaded = group.models.get(spec.unpatched) if group is not None else None
-    return replace(
+    known = replace(
         inputs,
         profile=runtime.profiles.get(all_devices),
         profiles=runtime.profiles,
@@ -125,6 +126,16 @@ def _with_measurements(spec: ModelSpec, inputs: PlanInputs, group: WorkerGroup |
         shares=group.balance.shares(spec) if group is not None else {},
         before=loaded.weights if loaded is not None else None,
     )
+    if (limit := runtime.bytes_too_many.get(_size_of(spec, inputs))) is None:
+        return known
+    workers = all_devices.world_size
+    less = replace(known, capacity=known.capacity.at_most(limit, range(workers), workers))
+    return known if why_unfit(less, best_plan(less)) else less  # memory may be free now where nothing fits into less
+
+
+def _size_of(spec: ModelSpec, inputs: PlanInputs) -> tuple[object, ...]:
+    work = inputs.work
+    return spec.unpatched, *((work.tokens, work.sequences, work.prompts) if work is not None else ())
 
 
 class Lease:
@@ -133,6 +144,7 @@ class Lease:
     def __init__(self, group: WorkerGroup, spec: ModelSpec) -> None:
         self.group = group
         self.spec = spec
+        self._size: tuple[object, ...] = ()
 
     @property
     def loaded(self) -> GroupModel | None:
@@ -151,6 +163,7 @@ class Lease:
     def plan(self, inputs: PlanInputs, previous: GroupModel | None, plan: RunPlan | None) -> tuple[PlanInputs, RunPlan]:
         """Returns `plan` if the workers still have the `previous` model, else one that is resolved with their memory at
         this moment; with its inputs. Raises Refused."""
+        self._size = _size_of(self.spec, inputs)
         current, only = self.is_current(previous), self.group.placement if previous is not None else None
         if plan is not None and current:
             return inputs, plan
@@ -161,6 +174,8 @@ class Lease:
         return known, plan
 
     def run(self, plan: RunPlan, job: Job, *, output: int | None = None, on_step: OnStep = lambda *_: None) -> Result:
+        unrecordable = self.group.activity.unrecordable
+        was_recordable = self.spec.unpatched not in unrecordable
         try:
             return self.group.run(
                 self.spec,
@@ -173,6 +188,11 @@ class Lease:
             )
         except WorkerFailed as failed:
             log.error("[CP] rank %d:\n%s", failed.cause.rank, failed.traceback)
+            recorded = was_recordable and self.spec.unpatched in unrecordable  # too much: that is not done again
+            if failed.cause.kind == "out_of_memory" and plan.estimate is not None and not recorded:
+                limit = int(LESS * max(plan.estimate.needed_bytes_by_rank))
+                runtime.bytes_too_many[self._size] = limit
+                log.info("[CP] the next run of this size takes at most %.1f GiB of each device", limit / GIB)
             raise
         finally:
             for model in [model for model in self.group.models.values() if model.unload_after_run]:
@@ -229,6 +249,7 @@ class Lease:
     def fit(self, inputs: PlanInputs, plan: RunPlan) -> RunPlan:
         """Claims memory for the plan and returns it. Where ComfyUI cannot free as much as the plan counted on, weights
         auto resolves another plan, which is returned instead. Raises Refused."""
+        self._size = _size_of(self.spec, inputs)
         auto, name = inputs.request.weights == "auto", inputs.work.network.name if inputs.work else ""
         lack = self.claim(plan, limited=auto)
         try:

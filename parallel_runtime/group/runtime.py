@@ -42,6 +42,7 @@ class Runtime:
         self.first_seen: MutableMapping[Any, tuple[SourceFile, ...]] = WeakIdKeyDictionary()  # of loaded networks
         self.measured = Measured()
         self.profiles: dict[Placement, DeviceProfile] = {}  # of the groups that have met
+        self.bytes_too_many: dict[tuple[Any, ...], int] = {}  # for a worker that ran out of memory, by model and size
         self.last_auto_placement: dict[Placement, Placement] = {}  # by all devices, those that auto chose last
         self._activity = Activity()
         self.history = self._activity.history

@@ -260,3 +260,31 @@ def encoder_on_one_gpu(rank: int, world: int, mode: str) -> dict[str, Any]:
         return answers | {"listed at last": len(group.models), "asked": group.asked}
     finally:
         runtime.group = None
+
+
+def plans_after_memory_ran_out(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """What a plan counts for a worker, and its entries at once: after one dies for lack of memory, of the next run
+    of this size, of another size, and where nothing fits into less."""
+    runtime.close()
+    network = stats.NetworkStats(name="demo", heads=4, layers=2, width=64, weights=10, weight_bytes=20, item_bytes=4)
+    inputs = plan_inputs.PlanInputs(
+        request=request.ParallelRequest(devices="cpu"), gpus=0, work=network.work(1, 640, prompts=2), guided=True
+    )
+    spec, setup, lease.comfy_setup = _model(Path(folder), "model"), lease.comfy_setup, lambda: None
+
+    def planned(known: Any) -> tuple[int, int]:
+        plan = lease.dry_run(spec, known).plan
+        return max(plan.estimate.needed_bytes_by_rank), plan.entries_per_call
+
+    os.environ |= faulty("0 forward exhaust")
+    try:
+        with suppress(lease.WorkerFailed), lease.lease_with_plan(spec, inputs) as (taken, plan):
+            taken.run(plan, jobs.DemoJob(**vars(flux_job())))
+        found: dict[str, Any] = {"too many": list(runtime.bytes_too_many.values()), "next": planned(inputs)}
+        found["other"] = planned(replace(inputs, work=network.work(1, 641, prompts=2)))
+        runtime.bytes_too_many = dict.fromkeys(runtime.bytes_too_many, 1)
+        return found | {"nothing fits": planned(inputs)}
+    finally:
+        os.environ.pop("CP_TEST_FAULT", None)
+        lease.comfy_setup, runtime.bytes_too_many = setup, {}
+        runtime.close()

@@ -602,3 +602,14 @@ def test_weights_that_ranks_fetch_from_each_other_go_together(alone: Group, mode
     (found,) = alone.run(f"{RESIDENCE}encoder_on_one_gpu", mode=mode)
     assert found["after a part"] == [0] * 4
     assert found["asked"][0] == "unload"
+
+
+def test_a_run_that_died_for_lack_of_memory_teaches_the_next_plan(alone: Group, tmp_path: Path) -> None:
+    (found,) = alone.run(f"{RESIDENCE}plans_after_memory_ran_out", folder=str(tmp_path))
+    (limit,), (needed, at_once) = found["too many"], found["next"]
+    assert needed <= limit
+    assert at_once == 1, "prompts go one after the other, which needs less"
+    full, all_at_once = found["other"]
+    assert full > limit
+    assert all_at_once == 0
+    assert found["nothing fits"][0] > limit, "else no run of this size could be tried again"

@@ -54,6 +54,10 @@ def do(deed: str) -> None:
         from parallel_runtime.errors import Refused
 
         raise Refused("sabotage cannot be honoured; leave it")
+    if deed == "exhaust":
+        import torch
+
+        raise torch.OutOfMemoryError("sabotage")
     if deed == "abort":
         os.abort()
     if deed == "exit":
