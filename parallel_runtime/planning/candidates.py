@@ -36,7 +36,7 @@ def default_plan(inputs: PlanInputs) -> RunPlan:
         rdzv_endpoint=request.rdzv_endpoint if nnodes > 1 else "",
     )
     check_placement(request, placement)
-    taken = _with_shares(inputs, _for_prompts(inputs, degrees))
+    taken = _with_shares(inputs, degrees if inputs.may_split_prompts else _without_cfg_degree(inputs, degrees))
     if are_unused(taken):
         if inputs.network.divisible or (request.cfg_degree and local_workers == (len(devices) or local_workers)):
             raise unused_shares(request.shares, _without_cfg_degree(inputs, degrees))
@@ -102,7 +102,8 @@ def _degrees(inputs: PlanInputs, default: RunPlan, placement: Placement) -> list
     before images, Ulysses before a ring; where rows may be split, none before some. Groups of data_degree compute the
     same where there are fewer images, so that fewer workers, or none, share a sequence."""
     request, workers = inputs.request, placement.world_size
-    first = _for_prompts(inputs, _default_degrees(inputs, workers))
+    first = _default_degrees(inputs, workers)
+    first = first if inputs.may_split_prompts else _without_cfg_degree(inputs, first)
     found, groups = [first], [first.data_degree]
     if inputs.is_free and request.pipeline_degree <= 1:
         if not request.data_degree and not inputs.is_coupled and not placement.shared and placement.nnodes == 1:
@@ -117,10 +118,11 @@ def _degrees(inputs: PlanInputs, default: RunPlan, placement: Placement) -> list
     chosen = request.ring_degree or request.ulysses_degree or request.cfg_degree or request.weights != "auto"
     if request.pipeline_degree == 0 and not chosen:
         found += [each for data in groups if data < workers for each in _staged(inputs, data, workers // data)]
-    shared_out = [_with_shares(inputs, each) for each in dict.fromkeys(found) if each.world_size == workers]
+    found = [degrees for degrees in dict.fromkeys(found) if degrees.world_size == workers]
+    shared_out = [taken for degrees in found for taken in _usable(inputs, degrees)]
     if inputs.network.row_levels:
         shared_out.sort(key=lambda degrees: degrees.context_parallel_size > 1)
-    return [degrees for degrees in shared_out if not are_unused(degrees)] or shared_out
+    return shared_out
 
 
 def _with_shares(inputs: PlanInputs, degrees: Parallelism) -> Parallelism:
@@ -128,6 +130,15 @@ def _with_shares(inputs: PlanInputs, degrees: Parallelism) -> Parallelism:
     request = inputs.request
     named = len(inputs.devices) or degrees.world_size // request.nnodes
     return replace(degrees, shares=requested_shares(request.shares, degrees.world_size, named, request.nnodes))
+
+
+def _usable(inputs: PlanInputs, degrees: Parallelism) -> list[Parallelism]:
+    """Returns the degrees with the request's shares, if these are for as many workers, and divide what can be."""
+    with suppress(Refused):
+        taken = _with_shares(inputs, degrees)
+        if not are_unused(taken) or not inputs.network.divisible:
+            return [replace(taken, shares=()) if are_unused(taken) else taken]
+    return []
 
 
 def _default_degrees(inputs: PlanInputs, world_size: int) -> Parallelism:
@@ -170,12 +181,6 @@ def _sequence_degrees(inputs: PlanInputs, workers: int) -> list[tuple[int, int]]
         return [(ring or max(1, workers // ulysses), ulysses)]
     most = max(1, workers // ring)
     return [(ring, max(degree for degree in range(1, most + 1) if heads % degree == 0))]
-
-
-def _for_prompts(inputs: PlanInputs, degrees: Parallelism) -> Parallelism:
-    """Returns the degrees with cfg_degree 1 for as many workers where these may not have a prompt each."""
-    may_keep = inputs.may_split_prompts or degrees.cfg_degree == 1
-    return degrees if may_keep else _without_cfg_degree(inputs, degrees)
 
 
 def _without_cfg_degree(inputs: PlanInputs, degrees: Parallelism) -> Parallelism:

@@ -231,3 +231,12 @@ def test_where_images_are_seen_together_one_gpu_is_a_candidate_too(coupled: dict
     plans = plans_of(asked, network.work(1, 1536), link(FAST, FAST, speed=1e9), capacity_of(80.0, 80.0))
     assert devices(plans[0]) == ("cuda:0",)
     assert plans[0].seconds < CLEARLY * on_all(plans).seconds
+
+
+@pytest.mark.parametrize("shares", ["3,2", "3,2,1"])
+def test_shares_of_a_vae_refuse_no_run_of_a_network_that_is_not_divided(shares: str) -> None:
+    undivided = FLUX.undivided("SDXL")
+    asked = replace(wish(3, shares=shares, devices="0,1,2"), network=undivided)
+    best = plans_of(asked, undivided.work(1, 4608, prompts=2), link(FAST, FAST, FAST), capacity_of(80, 80, 80))[0]
+    assert devices(best) == ("cuda:0", "cuda:1")
+    assert best.degrees.shares == ()
