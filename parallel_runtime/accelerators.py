@@ -8,7 +8,6 @@ import importlib.metadata
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +50,9 @@ class AttentionKernel:
     for attention without a mask, as a ring needs. `cudnn` marks a kernel of cuDNN: ROCm has none, and some versions
     must not be in a CUDA graph. `low_precision` marks one that not every attention of a network tolerates.
 
-    "auto" includes it in the `benchmark` of a ring's key blocks ("block"), of full keys ("full"), or of both.
-    `fastest_on` are the (major) compute capabilities on which it was the fastest in every measurement. If there are
-    any, blocks benchmark it only there. Several batch groups benchmark nothing: blocks take the first kernel of the
-    table that they would benchmark, full keys the first one that is `fastest_on` the GPU.
+    `auto_on` are the (major) compute capabilities on which "auto" takes it, for a ring's blocks and for full keys: on
+    them it was the fastest in every measurement (tests/bench/RESULTS.md, "Kernels"). Elsewhere full keys have ComfyUI's
+    own attention, and blocks PyTorch's flash.
     """
 
     name: str
@@ -69,14 +67,11 @@ class AttentionKernel:
     log_sum_exp: bool = True
     cudnn: bool = False
     low_precision: bool = False
-    benchmark: tuple[Literal["block", "full"], ...] = ()
-    fastest_on: tuple[int, ...] = ()
+    auto_on: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.function and self.masks:
             raise ValueError(f"{self.name}: a function that takes what flash_attn_func takes has no mask")
-        if "block" in self.benchmark and not self.log_sum_exp:
-            raise ValueError(f"{self.name}: a ring cannot merge blocks of a kernel that gives no log-sum-exp")
 
     @property
     def installed(self) -> bool:
@@ -126,7 +121,7 @@ CUDA = Accelerator(
 XPU = Accelerator(kind="xpu", collectives="xccl", environment={"CCL_KVS_IFACE": "{interface}"})
 NPU = Accelerator(kind="npu", collectives="hccl", environment={"HCCL_SOCKET_IFNAME": "={interface}"})
 ACCELERATORS = {each.kind: each for each in (CUDA, XPU, NPU)}
-KERNELS = {  # of those that auto benchmarks the likely fastest first
+KERNELS = {  # auto takes the first one that it can
     each.name: each
     for each in (
         AttentionKernel(
@@ -134,16 +129,11 @@ KERNELS = {  # of those that auto benchmarks the likely fastest first
             head_multiple=8,
             masks=True,
             cudnn=True,
-            benchmark=("block", "full"),
-            fastest_on=(9, 10),  # where PyTorch itself prefers it
+            auto_on=(9, 10),  # H100, H200, B200: 0.35 ms to flash's 0.56 for FLUX in halves, 39 to 59 for Wan at 480p
         ),
-        AttentionKernel(name="_native_flash", head_multiple=8, benchmark=("block", "full")),
-        AttentionKernel(
-            name="flash", package="flash_attn", min_version="2.6.3", function="flash_attn_func", benchmark=("full",)
-        ),
-        AttentionKernel(
-            name="_flash_3", package="flash_attn_interface", function="flash_attn_func", benchmark=("full",)
-        ),
+        AttentionKernel(name="_native_flash", head_multiple=8),
+        AttentionKernel(name="flash", package="flash_attn", min_version="2.6.3", function="flash_attn_func"),
+        AttentionKernel(name="_flash_3", package="flash_attn_interface", function="flash_attn_func"),
         AttentionKernel(
             name="sage", package="sageattention", min_version="2.1.1", max_head_dim=128, low_precision=True
         ),
@@ -151,14 +141,7 @@ KERNELS = {  # of those that auto benchmarks the likely fastest first
 }
 
 
-# The name, in a benchmark, of the attention that computes where no kernel is chosen: ComfyUI's own.
-FALLBACK = "fallback"
-
-
-def benchmark_candidates(kind: str, what: Literal["block", "full"]) -> list[str]:
-    """Returns the kernels that attention_backend auto may choose on this kind of device for a ring's key blocks, or for
-    full keys, on GPUs of any compute capability."""
-    return [kernel.name for kernel in KERNELS.values() if kind in kernel.devices and what in kernel.benchmark]
+FALLBACK = "fallback"  # in a kernel's place: the attention that computes where none is chosen, ComfyUI's own
 
 
 def version_of(package: str) -> str | None:

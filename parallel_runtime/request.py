@@ -75,8 +75,8 @@ class EngineOptions:
     convert_to_fp32: bool = widget(4, True, "Merge the ring's partial results in float32.")
     attention_backend: AttentionBackend = widget(
         5, "auto",
-        "The attention kernel of each worker, by diffusers' name. auto = the fastest installed one, measured, if "
-        "workers share a sequence; one worker has ComfyUI's own attention.",
+        "The attention kernel of each worker, by diffusers' name. auto = the one that ComfyUI's flags, a node or the "
+        "file ask for; else ComfyUI's own, or PyTorch's where that is faster or a ring needs it.",
         options=BACKENDS,
     )
     step_cache: float = widget(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,9 +18,10 @@ from parallel_runtime.planning.network_stats import NetworkStats
 from parallel_runtime.planning.plan_inputs import PlanInputs
 from parallel_runtime.request import EngineOptions, ParallelRequest, widgets
 
-autotune = pytest.importorskip("parallel_runtime.engine.kernels.autotune")
+choice = pytest.importorskip("parallel_runtime.engine.kernels.choice")
 kernels = pytest.importorskip("parallel_runtime.engine.kernels.dispatch")
 registry = pytest.importorskip("parallel_runtime.engine.kernels.registry")
+mesh = pytest.importorskip("parallel_runtime.engine.comm.mesh")
 masks = pytest.importorskip("parallel_runtime.engine.attention.masks")
 
 from .engine.reference import attention, random_problem  # noqa: E402
@@ -76,7 +76,8 @@ def test_on_a_device_without_such_a_kernel_a_block_stays_there() -> None:
     with FakeTensorMode():
         query = torch.empty(1, 2100, 4, 64, device="xpu", dtype=torch.bfloat16)
         key = torch.empty(1, 70, 2, 64, device="xpu", dtype=torch.bfloat16)
-        assert autotune.candidates(query, "block") == ["native"]
+        kind = choice.AttentionKind(64, torch.bfloat16, blocks=True)
+        assert choice.choose_kernel("auto", query, kind, mesh.MeshDim(size=2)) == "native"
         out, lse = kernels.attend_block(query, key, key, None, None, "native")
         assert (out.shape, out.dtype, out.device.type) == (query.shape, query.dtype, "xpu")
         assert (lse.shape, lse.dtype) == ((1, 2100, 4, 1), torch.float32)
@@ -88,7 +89,8 @@ def test_rocm_has_no_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "7.0")
     with FakeTensorMode():
         query = torch.empty(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16)
-        assert autotune.candidates(query, "block") == ["_native_flash"]
+        kind = choice.AttentionKind(64, torch.bfloat16, blocks=True)
+        assert choice.choose_kernel("auto", query, kind, mesh.MeshDim()) == "native", "PyTorch's flash"
 
 
 def test_every_kernel_of_the_table_has_its_functions_and_an_option_and_is_in_the_help() -> None:
@@ -99,7 +101,6 @@ def test_every_kernel_of_the_table_has_its_functions_and_an_option_and_is_in_the
     for kernel in KERNELS.values():
         assert registry.FUNCTIONS[kernel.name].spec is kernel
         assert f"`{kernel.name}`" in help_page
-        assert kernel.log_sum_exp or "block" not in kernel.benchmark
 
 
 def test_a_function_like_flash_attn_func_has_no_mask() -> None:
@@ -107,13 +108,11 @@ def test_a_function_like_flash_attn_func_has_no_mask() -> None:
         AttentionKernel(name="mine", function="flash_attn_func", masks=True)
 
 
-def test_a_new_row_of_kernels_is_an_option_takes_part_in_the_benchmark_and_is_refused_by_its_columns(
+def test_a_new_row_of_kernels_is_an_option_is_refused_by_its_columns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     spec = AttentionKernel(name="mine", devices=("xpu",), package="nobody_has_it", log_sum_exp=False)
-    monkeypatch.setitem(KERNELS, "mine", replace(spec, benchmark=("full",)))
-    assert accelerators.benchmark_candidates("xpu", "full") == ["mine"]
-    assert accelerators.benchmark_candidates("xpu", "block") == accelerators.benchmark_candidates("cpu", "full") == []
+    monkeypatch.setitem(KERNELS, "mine", spec)
     request = ParallelRequest(options=EngineOptions(attention_backend="mine"))
     with pytest.raises(Refused, match="mine needs XPU GPUs, and the workers run on cuda:0"):
         checked_plan(PlanInputs(request=request, network=NetworkStats(heads=24), gpus=2, kind="cuda"))

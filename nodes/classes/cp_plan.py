@@ -164,7 +164,7 @@ def _explain(
     made = report(
         subject, plan, seen.inputs,
         free=[reading.free_bytes + reading.rank_bytes for reading in readings], decode=decode, pace=pace,
-        benchmarks=readings[0].benchmarks if readings else (), troubles=troubles, compared=seen.compared,
+        troubles=troubles, compared=seen.compared,
     )  # fmt: skip
     fix = [asdict(change) for change in changes(requested, request)]
     measured = {"times": [_pace_json(one) for one in paces], "split": _setup_json(setup)}

@@ -25,9 +25,8 @@ from ..planning.seconds import attention_bytes, evaluation_seconds
 from ..planning.stage_blocks import StageBlocks, busy_share, cached_key_value_bytes, stages_of, weight_ranges
 from ..request import ParallelRequest
 from ..specs import Parallelism, Placement, WeightPlacement
-from ..wire.readings import KernelBenchmark
 from .plan_picture import Part, parts
-from .plan_words import idle, kernel_sentences, memory, shares_in_words, unused, weights, why_replicated
+from .plan_words import idle, memory, shares_in_words, unused, weights, why_replicated
 
 Kind = Literal["model", "row", "note", "trouble"]
 
@@ -103,15 +102,14 @@ def report(
     *,
     free: Sequence[int] = (),
     decode: str | tuple[str, ...] = "",
-    benchmarks: Sequence[KernelBenchmark] = (),
     pace: Pace | None = None,
     troubles: Sequence[Row] = (),
     compared: Sequence[str] = (),
 ) -> Report:
     """Returns the report on the `plan` of these inputs, which has no estimate where its weights fit nowhere. `free` are
     the bytes that each worker could take of its device at this moment, () where none has measured. `decode` has the
-    sentences on a VAE, `benchmarks` are the workers' of kernels, `pace` is that of a run of this plan. Refusals, the
-    `troubles`, come first; `compared` says how long other devices and degrees would take."""
+    sentences on a VAE, `pace` is that of a run of this plan. Refusals, the `troubles`, come first; `compared` says how
+    long other devices and degrees would take."""
     work, degrees, placement, request = subject.work, plan.degrees, plan.placement, inputs.request
     profile, capacity = inputs.profile_of(plan), inputs.capacity.of(plan.ranks)
     measured = profile is not None and profile.bytes_per_second > 0
@@ -141,7 +139,6 @@ def report(
         Row("Weights", weights(plan, work, capacity)),
         Row("Traffic", _traffic(work, degrees)),
         Row("Launch", _launch(subject, plan)),
-        *(Row("Kernel", text) for text in kernel_sentences(benchmarks, degrees)),
         Row("Decode", decode),
         *(Row("Note", text, "note") for text in notes),
     ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ..accelerators import FALLBACK
 from ..errors import Sentence, listed, say
 from ..planning.memory_model import Capacity, MemoryModel
 from ..planning.misfit import GIB, size_in_words
@@ -15,8 +14,7 @@ from ..planning.run_plan import Estimate, RunPlan
 from ..planning.stage_blocks import outside_bytes
 from ..planning.work_shares import are_uneven, work_percent
 from ..request import ParallelRequest
-from ..specs import BLOCK_BUFFERS, Parallelism, Placement, WeightPlacement
-from ..wire.readings import WORTH_TELLING, KernelBenchmark
+from ..specs import BLOCK_BUFFERS, Placement, WeightPlacement
 
 SHOWN = 4  # other plans, the best ones
 
@@ -150,36 +148,3 @@ def _memory_of_each(placement: Placement, needed: Sequence[int], free: Sequence[
         return say("memory.each.unknown", each=", ".join(needs))
     each = (f"{one} / {size_in_words(size)}" for one, size in zip(needs, free, strict=True))
     return say("memory.each", each=", ".join(each))
-
-
-def kernel_sentences(benchmarks: Sequence[KernelBenchmark], degrees: Parallelism) -> list[str]:
-    """Returns a sentence on each benchmark by which auto chose kernels for these degrees."""
-    if degrees.options.attention_backend != "auto":
-        return []
-    what = "block" if degrees.ring_degree > 1 else "full" if degrees.ulysses_degree > 1 else "alone"
-    return [text for result in benchmarks if result.what == what and (text := _kernel(result))]
-
-
-def _kernel(result: KernelBenchmark) -> str:
-    times = dict(zip(result.kernels, result.microseconds, strict=True))
-    if result.what == "alone":
-        return _advice(result, times)
-    fastest, *others = (_timed(name, time) for name, time in times.items())
-    key = "kernel.ring" if result.what == "block" else "kernel.whole"
-    if not others:
-        return say(key, fastest=fastest, block=result.block)
-    return say(f"{key}.before", fastest=fastest, others=listed(others), block=result.block)
-
-
-def _timed(name: str, microseconds: float) -> Sentence:
-    time = f"{microseconds:g}"
-    return say("kernel.own", time=time) if name == FALLBACK else say("kernel.time", name=name, time=time)
-
-
-def _advice(result: KernelBenchmark, times: dict[str, float]) -> str:
-    """Advises a faster kernel to one worker, which keeps ComfyUI's own and its bits; "" where that gains little."""
-    fastest = result.kernels[0]
-    if times.get(FALLBACK, 0.0) <= WORTH_TELLING * times[fastest]:
-        return ""
-    values = {"own": f"{times[FALLBACK]:g}", "time": f"{times[fastest]:g}"}
-    return say("kernel.advice", block=result.block, fastest=fastest, **values)

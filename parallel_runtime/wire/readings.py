@@ -5,12 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..accelerators import FALLBACK
-
 Busy = Literal["", "compiling", "recording"]  # with what makes later evaluations faster
-WORTH_TELLING = 1.15  # times as fast as ComfyUI's own: a user is told of that
-# Blocks of a ring's keys, full keys of a sequence that workers share, or those of a worker that has all of it.
-BenchmarkKind = Literal["block", "full", "alone"]
 
 
 @dataclass(frozen=True)
@@ -28,22 +23,6 @@ class ModelMemory:
     @property
     def device_bytes(self) -> int:
         return self.resident + self.recorded
-
-
-@dataclass(frozen=True)
-class KernelBenchmark:
-    """The times of kernels for attentions of these sizes, the fastest first, in microseconds.
-    accelerators.FALLBACK is ComfyUI's own."""
-
-    block: str
-    kernels: tuple[str, ...]
-    microseconds: tuple[float, ...]
-    what: BenchmarkKind = "block"
-
-    def __str__(self) -> str:
-        native, times = "ComfyUI's own", zip(self.kernels, self.microseconds, strict=True)
-        each = ", ".join(f"{native if name == FALLBACK else name} {time:g} us" for name, time in times)
-        return f"{each}, for {self.block}"
 
 
 @dataclass(frozen=True)
@@ -71,7 +50,6 @@ class Readings:
     step_seconds: float = 0.0
     waited_seconds: float | None = None
     computed_seconds: float | None = None
-    benchmarks: tuple[KernelBenchmark, ...] = ()
     graphs: Graphs = Graphs()
     free_bytes: int = 0
     allocator_free_bytes: int = 0

@@ -57,7 +57,6 @@ class Model:
     undo_split: ExitStack = field(default_factory=ExitStack)  # closing it makes the network undivided
     device: torch.device = CPU  # its evaluations run here
     cond_arguments: dict[int, dict[str, Any]] = field(default_factory=dict)  # of EvaluationJobs, by cond_number
-    benchmarked: set[tuple[ModelSpec, torch.Size]] = field(default_factory=set)  # its evaluations in kernel_advice
     graph_runner: GraphRunner = field(init=False)
 
     def __post_init__(self) -> None:
@@ -207,7 +206,6 @@ class Models:
     def get(self, request: Run, on_progress: OnProgress, job: Job) -> Model:
         """Returns the model that `request` names for `job`, split and placed as it says; redoes only what differs."""
         spec, parallelism = request.model, request.parallelism
-        self.group_state.forget_failed_benchmarks()
         if spec.unpatched not in self._models:
             with refuse_on_all_ranks():
                 check_files(spec.all_files)

@@ -137,7 +137,7 @@ class Worker:
         return done, result_fd
 
     def _readings(self) -> Readings:
-        return readings(self._device, self._models.loaded, self._models.group_state)
+        return readings(self._device, self._models.loaded)
 
 
 def read_job(fields: dict[str, Any], output: int | None = None) -> Job:

@@ -16,8 +16,9 @@ from parallel_runtime.accelerators import FALLBACK, KERNELS
 from parallel_runtime.engine.attention.attention_override import backend_override
 from parallel_runtime.engine.attention.masks import additive
 from parallel_runtime.engine.attention.merge import MAX_PENDING_BLOCKS, Merge
+from parallel_runtime.engine.comm.mesh import MeshDim
 from parallel_runtime.engine.kernels import dispatch, registry
-from parallel_runtime.engine.kernels.autotune import candidates
+from parallel_runtime.engine.kernels.choice import AttentionKind, choose_kernel
 from parallel_runtime.engine.kernels.dispatch import attend, attend_block
 from parallel_runtime.request import BACKENDS, AttentionBackend
 
@@ -107,20 +108,26 @@ PACKAGES: dict[str, Any] = {
 }
 
 
+def _chosen(query: Tensor, *, blocks: bool, recorded: bool = True) -> str:
+    kind = AttentionKind(query.shape[3], query.dtype, blocks)
+    return choose_kernel("auto", query, kind, MeshDim(), recorded)
+
+
 @needs_cuda_build
 @pytest.mark.parametrize(
-    ("capability", "expected"),
-    [((8, 0), ["_native_flash"]), ((8, 9), ["_native_flash"]), ((9, 0), ["_native_cudnn", "_native_flash"]),
-     ((10, 0), ["_native_cudnn", "_native_flash"]), ((12, 0), ["_native_flash"]), ((7, 5), ["native"])],
-)  # fmt: skip
-def test_auto_lets_cudnn_race_where_pytorch_prefers_it(
-    capability: tuple[int, int], expected: list[str], monkeypatch: pytest.MonkeyPatch
+    ("capability", "cudnn"),
+    [((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 0), True), ((12, 0), False), ((7, 5), False)],
+)
+def test_auto_takes_cudnn_where_pytorch_prefers_it(
+    capability: tuple[int, int], cudnn: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     with FakeTensorMode():
-        assert candidates(torch.empty(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16), "block") == expected
-        assert candidates(torch.empty(1, 8, 2, 64, device="cuda"), "block") == ["native"]
-        assert candidates(torch.empty(1, 8, 2, 64, device="cuda"), "full") == [FALLBACK]
+        for blocks, other in ((True, "native"), (False, FALLBACK)):
+            half = torch.empty(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16)
+            assert _chosen(half, blocks=blocks) == ("_native_cudnn" if cudnn else other)
+            assert _chosen(half.float(), blocks=blocks) == other
+            assert _chosen(torch.empty(1, 8, 2, 320, device="cuda", dtype=torch.bfloat16), blocks=blocks) == other
 
 
 @pytest.mark.parametrize(("backend", "asks"), [("sage", True), ("flash", True), ("native", False)])
@@ -217,34 +224,6 @@ def test_a_kernel_for_some_sizes_of_heads_says_so(monkeypatch: pytest.MonkeyPatc
         assert limited.unsupported_reason(other, other, other, None) == "it takes heads of 64 or 128, not of 96"
 
 
-@needs_cuda_build
-def test_auto_benchmarks_only_kernels_whose_package_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    spec = replace(
-        registry.FUNCTIONS["flash"].spec, name="absent", package="absent_package", benchmark=("block", "full")
-    )
-    monkeypatch.setitem(KERNELS, "absent", spec)
-    monkeypatch.setitem(registry.FUNCTIONS, "absent", replace(registry.FUNCTIONS["flash"], spec=spec))
-    with FakeTensorMode():
-        query = torch.empty(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16)
-        assert candidates(query, "block") == ["_native_cudnn", "_native_flash"]
-        assert "absent" not in candidates(query, "full")
-
-
-@needs_cuda_build
-def test_a_kernel_for_larger_heads_than_pytorchs_is_benchmarked_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(registry, "_imported", PACKAGES.get)
-    flash = registry.FUNCTIONS["flash"]
-    spec = replace(flash.spec, max_head_dim=512, benchmark=("block", "full"))
-    monkeypatch.setitem(KERNELS, "flash", spec)
-    monkeypatch.setitem(registry.FUNCTIONS, "flash", replace(flash, spec=spec))
-    with FakeTensorMode():
-        query = torch.empty(1, 8, 2, 320, device="cuda", dtype=torch.bfloat16)
-        assert candidates(query, "block") == ["flash"]
-        assert candidates(query, "full") == [FALLBACK, "flash"]
-
-
 def _fake_attention(
     backend: AttentionBackend, *, masked: bool = False, dtype: torch.dtype = torch.bfloat16, head_dim: int = 64
 ) -> bool:
@@ -301,11 +280,9 @@ def test_cudnn_before_9_15_is_not_recorded(version: int | None, records: bool, m
     assert registry.cudnn_supports_graphs() == records
     with FakeTensorMode():
         query = torch.empty(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16)
-        assert ("_native_cudnn" in candidates(query, "block")) == records
-        assert ("_native_cudnn" in candidates(query, "full")) == records
-        assert "_native_cudnn" in candidates(query, "full", recorded=False)
-        assert candidates(query, "full")[0] == FALLBACK, "ComfyUI's own is what others have to beat"
-        assert "_native_flash" not in candidates(query, "full", masked=True)
+        for blocks in (True, False):
+            assert (_chosen(query, blocks=blocks) == "_native_cudnn") == records
+            assert _chosen(query, blocks=blocks, recorded=False) == "_native_cudnn"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from parallel_runtime.accelerators import FALLBACK
 from parallel_runtime.architectures.row_plan import RowLevel
 from parallel_runtime.errors import say
 from parallel_runtime.explain.plan_report import Report, Row, Subject
@@ -18,14 +16,9 @@ from parallel_runtime.planning.network_stats import NetworkStats, Work
 from parallel_runtime.planning.run_plan import Estimate, RunPlan
 from parallel_runtime.request import EngineOptions, widgets
 from parallel_runtime.specs import Parallelism, Placement, WeightPlacement
-from parallel_runtime.wire.messages import Heartbeat, decode, encode
-from parallel_runtime.wire.readings import KernelBenchmark, Readings
 
 from .reports import report
 
-BENCHMARK = KernelBenchmark(
-    "2304 queries x 2304 keys, 24 heads of 128, bfloat16", ("_native_cudnn", "_native_flash"), (310.5, 480.0)
-)
 WORK = NetworkStats(name="FLUX", heads=24, layers=57, width=3072, weights=10, weight_bytes=20, item_bytes=2).work(
     1, 4608
 )
@@ -48,10 +41,9 @@ def words(
     weights: WeightPlacement | None = None,
     entries_per_call: int = 0,
     work: Work = WORK,
-    benchmarks: Sequence[KernelBenchmark] = (BENCHMARK,),
     **degrees: Any,
 ) -> str:
-    return report_of(work, divided(degrees), guided, batch_coupled, weights, entries_per_call, benchmarks)
+    return report_of(work, divided(degrees), guided, batch_coupled, weights, entries_per_call)
 
 
 def report_of(
@@ -61,7 +53,6 @@ def report_of(
     batch_coupled: bool = False,
     weights: WeightPlacement | None = None,
     entries_per_call: int = 0,
-    benchmarks: Sequence[KernelBenchmark] = (BENCHMARK,),
 ) -> str:
     tokens = {"image": 4096, "text": 512}
     subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens=tokens, work=work, batch_coupled=batch_coupled)
@@ -69,7 +60,7 @@ def report_of(
     plan = RunPlan(degrees=asked, placement=Placement(devices=devices), entries_per_call=entries_per_call)
     if weights is not None:
         plan = replace(plan, weights=weights, estimate=FETCHED)
-    return report(subject, plan, guided=guided, automatic=False, benchmarks=benchmarks).text
+    return report(subject, plan, guided=guided, automatic=False).text
 
 
 def divided(values: dict[str, Any]) -> Parallelism:
@@ -80,38 +71,6 @@ def divided(values: dict[str, Any]) -> Parallelism:
     return Parallelism(**degrees, options=EngineOptions(**set_options))
 
 
-def test_the_kernel_that_won_is_named_with_its_time_and_that_of_the_loser() -> None:
-    line = next(line for line in words(ring_degree=2).splitlines() if line.startswith("Kernel: "))
-    assert line == (
-        "Kernel: _native_cudnn with 310.5 us, before _native_flash with 480 us, for the ring's blocks of "
-        "2304 queries x 2304 keys, 24 heads of 128, bfloat16."
-    )
-
-
-def test_where_keys_are_whole_the_benchmark_is_that_of_full_keys() -> None:
-    measured = replace(BENCHMARK, kernels=("_native_cudnn", FALLBACK), what="full")
-    text = words(ulysses_degree=2, benchmarks=[measured])
-    assert "Kernel: _native_cudnn with 310.5 us, before ComfyUI's own with 480 us, for full keys, 2304 queries" in text
-    assert "Kernel" not in words(ring_degree=2, benchmarks=[measured])
-    assert "Kernel" not in words(benchmarks=[measured])
-
-
-@pytest.mark.parametrize(("own", "advised"), [(480.0, True), (350.0, False), (300.0, False)])
-def test_one_worker_is_told_of_a_kernel_that_is_clearly_faster_than_comfyuis_own(own: float, advised: bool) -> None:
-    kernels, times = zip(*sorted({FALLBACK: own, "_native_cudnn": 310.5}.items(), key=lambda one: one[1]), strict=True)
-    measured = replace(BENCHMARK, kernels=kernels, microseconds=times, what="alone")
-    text = words(benchmarks=[measured])
-    assert ("set attention_backend to _native_cudnn in CP Parallel Config" in text) == advised
-    assert ("ComfyUI's own, with 480 us" in text) == advised
-    assert "Kernel" not in words(benchmarks=[measured], attention_backend="native")
-    assert "Kernel" not in words(benchmarks=[measured], ulysses_degree=2)
-
-
-@pytest.mark.parametrize("degrees", [{"ulysses_degree": 2}, {"ring_degree": 2, "attention_backend": "flash"}], ids=str)
-def test_without_a_benchmark_nothing_is_said(degrees: dict) -> None:
-    assert "Kernel" not in words(**degrees)
-
-
 def test_a_network_that_no_plan_cuts_has_a_report_once_the_workers_have_measured_their_link() -> None:
     work = replace(WORK.network, heads=1, layers=0, width=0).undivided("UNetModel").work(1, 0, prompts=2)
     subject = Subject(model="SDXL", latent=(1, 4, 64, 64), tokens={}, work=work)
@@ -120,11 +79,6 @@ def test_a_network_that_no_plan_cuts_has_a_report_once_the_workers_have_measured
     text = report(subject, division, guided=True, automatic=True, profile=link).text
     assert "Speed" not in text
     assert "cfg_degree 2" in text
-
-
-def test_a_benchmark_comes_through_with_the_other_readings() -> None:
-    message = Heartbeat(3, None, Readings(1, 2, benchmarks=(BENCHMARK,)))
-    assert decode(encode(message)) == message
 
 
 def test_cfg_degree_2_is_advised_where_it_would_gain_and_only_there() -> None:
@@ -240,7 +194,7 @@ def test_a_plan_for_one_gpu_says_where_comfyui_hides_the_others(monkeypatch: pyt
 def test_what_nobody_has_run_on_hardware_is_said(placement: Placement, untried: str) -> None:
     subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens={"image": 4096}, work=WORK)
     division = RunPlan(degrees=Parallelism(ring_degree=placement.world_size), placement=placement)
-    text = report(subject, division, guided=False, automatic=False, benchmarks=[]).text
+    text = report(subject, division, guided=False, automatic=False).text
     notes = [line.partition(" have not been tried on hardware yet")[0] for line in text.splitlines() if "tried" in line]
     assert notes == ([f"Note: {untried}"] if untried else [])
 

@@ -28,7 +28,7 @@ def test_latents_stay_the_same_on_cards_of_two_kinds(monkeypatch: pytest.MonkeyP
 
 
 def test_cards_of_one_kind_with_another_cudnn_are_unlike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has other kernels: they round in other ways, and one machine would benchmark kernels that only it has."""
+    """It has other kernels: they round in other ways, and one machine would choose kernels that only it has."""
     card = SimpleNamespace(name="NVIDIA H100 80GB HBM3", multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
     kinds = []
@@ -41,7 +41,7 @@ def test_cards_of_one_kind_with_another_cudnn_are_unlike(monkeypatch: pytest.Mon
 def test_cards_of_one_kind_with_another_package_of_kernels_are_unlike(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Otherwise one machine might benchmark alone what only it has installed, and wait for the other."""
+    """They may attend with what only one machine has installed."""
     card = SimpleNamespace(name="NVIDIA A100", multi_processor_count=108)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
     without = device_kind(torch.device("cuda:0"))

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ...engine.attention.context_attention import ContextAttention
 from ...engine.comm.mesh import ContextMesh, GroupState, build_mesh
-from ...engine.kernels.autotune import benchmark_results
 from ...engine.kernels.dispatch import attend, check_backend
 from ...engine.split.streams import Streams
 from ...request import BACKENDS, AttentionBackend, EngineOptions
@@ -34,9 +33,6 @@ def cases(setting: Setting, device: torch.device) -> Iterator[Case]:
             yield from _of_backend(backend, inputs, exact, setting, device, group_state)
         elif setting.world_size == 1:
             yield Case({"what": backend}, partial(dict, note=f"not here: {why}"))
-    for result in benchmark_results(group_state):
-        for name, microseconds in zip(result.kernels, result.microseconds, strict=True):
-            yield Case({"what": f"benchmark: {name}, {result.block}"}, partial(dict, ms=microseconds / 1e3))
 
 
 def parallelisms(world_size: int, backend: AttentionBackend = "auto") -> Iterator[tuple[str, Parallelism]]:

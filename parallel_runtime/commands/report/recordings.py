@@ -134,7 +134,7 @@ class Trial:
         graph_bytes = self._model.graph_runner.stats.bytes
         excess_bytes = max(0, self._free() - max(MARGIN, self._needed + MARGIN - graph_bytes))
         ballast = torch.empty(excess_bytes, dtype=torch.uint8, device=self._device)
-        reading = readings(self._device, [self._model], self._mesh.context.group_state)
+        reading = readings(self._device, [self._model])
         weights = sum(model.resident for model in reading.weights)
         lack = shortage(
             Placement(devices=(str(self._device),)), [reading], self._model.spec.fingerprint, [weights + self._needed],

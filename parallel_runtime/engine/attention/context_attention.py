@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from ...request import AttentionBackend
 from ...specs import Parallelism
 from ..comm.collectives import Pending, all_gather_v, allocate
 from ..comm.mesh import ContextMesh
-from ..kernels.autotune import AttentionSizes, choose_kernel
+from ..kernels.choice import AttentionKind, choose_kernel
 from ..kernels.custom_op import attend_op, register
 from ..kernels.dispatch import attend_block, attend_native, contiguous_by_head, repeat_kv, try_kernel
 from ..kernels.registry import FullAttention
@@ -37,14 +37,13 @@ from .ulysses import (
 class AttentionLayout:
     """The sizes and transfers of one attention: computed once a forward, from shapes alone, so the same on all ranks.
 
-    `key_counts` are the numbers of key tokens at each ring index, `largest` the sizes of the largest kernel call of any
-    rank. `repeat_keys`: repeat key heads first, so that each query head has its own.
+    `key_counts` are the numbers of key tokens at each ring index. `repeat_keys`: repeat key heads first, so that each
+    query head has its own.
     """
 
     queries: LocalTokens
     keys: LocalTokens
     key_counts: tuple[int, ...]
-    largest: AttentionSizes
     repeat_keys: bool
     head_chunks: tuple[HeadChunk, ...]
 
@@ -104,18 +103,12 @@ class ContextAttention:
         chunks = head_chunks(
             self.mesh, query, counts, tokens_by_rank, self.query_streams == self.key_streams, max_chunks
         )
-        of_queries, key_counts = (_tokens_by_ring_index(tokens, ranks) for tokens in tokens_by_rank)
-        attended = max(key_counts) if self._has_all_tokens else self.streams.total(self.key_streams)
-        largest = AttentionSizes(
-            batch=query.shape[0],
-            queries=max(of_queries),
-            keys=attended,
-            heads=-(-max(by_rank) // max(1, len(chunks))),
-            head_dim=query.shape[3],
-            dtype=query.dtype,
-        )
         return AttentionLayout(
-            queries=queries, keys=keys, key_counts=key_counts, largest=largest, repeat_keys=repeat, head_chunks=chunks
+            queries=queries,
+            keys=keys,
+            key_counts=_tokens_by_ring_index(tokens_by_rank[1], ranks),
+            repeat_keys=repeat,
+            head_chunks=chunks,
         )
 
     def _check(self, query: Tensor, key: Tensor, queries: int, keys: int) -> None:
@@ -242,12 +235,12 @@ class ContextAttention:
         """Returns the kernel for this layout and kind of mask, chosen once a forward."""
 
         def choose() -> AttentionBackend:
-            options, mesh, largest = self.parallelism.options, self.mesh, layout.largest
-            recorded = options.cuda_graphs != "off"
-            sizes = largest if mesh.ring.size > 1 else replace(largest, what="full", mask=mask)
-            return choose_kernel(
-                options.attention_backend, query, sizes, mesh.context, self.fallback, mesh.batch_groups, recorded
+            options, kind = (
+                self.parallelism.options,
+                AttentionKind(query.shape[3], query.dtype, self.mesh.ring.size > 1, mask),
             )
+            recorded = options.cuda_graphs != "off"
+            return choose_kernel(options.attention_backend, query, kind, self.mesh.context, recorded)
 
         return self.streams.cached((layout, "kernel", mask), choose)
 

@@ -27,20 +27,15 @@ Parts = int | tuple[int, ...]  # the number of equal parts, or each part's share
 class GroupState:
     """What this rank measures as long as its group lives.
 
-    `kernel_seconds`: by sizes, ranks and kernel names; None where a rank could not measure. `advised`: kernels that the
-    log has recommended. `waited_seconds`: how long the process waited for transfers (None: not measured). `comm_timer`
+    `working_kernels`: whether all of some ranks have a kernel that computes a kind of attention correctly (choice.py).
+    `waited_seconds`: how long the process waited for transfers (None: not measured). `comm_timer`
     measures the device's waits if set. `heterogeneous`: the ranks' devices differ, so they round differently and may
     draw other random numbers."""
 
-    kernel_seconds: dict[tuple[Any, ...], dict[str, float] | None] = field(default_factory=dict)
-    advised: set[str] = field(default_factory=set)
+    working_kernels: dict[tuple[Any, ...], bool] = field(default_factory=dict)
     waited_seconds: float | None = None
     comm_timer: CommTimer | None = None
     heterogeneous: bool = False
-
-    def forget_failed_benchmarks(self) -> None:
-        """Removes benchmarks that ran out of memory on some rank, so that they are repeated: memory may be free now."""
-        self.kernel_seconds = {key: times for key, times in self.kernel_seconds.items() if times is not None}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_map_only
 from ...errors import Refused, quoted
 from ...jobs import MAX_CACHED_CONDS, Described, EvaluationJob
 from ...loading.object_codec import rebuild
-from ..kernel_advice import kernel_advice
 from ..process.progress import Progress
 from .comfy_model import ComfyModel
 
@@ -47,7 +46,7 @@ def evaluate(model: ComfyModel, job: EvaluationJob, progress: Progress) -> dict[
         return {"out": getattr(model.network, job.method)(**arguments)}
     latents = arguments[next(iter(job.call_arguments))]
     x = latents if torch.is_tensor(latents) else latents[0]
-    with kernel_advice(model, x), called_as(job.method, model.network):
+    with called_as(job.method, model.network):
         out = model.data_parallel(model.network, len(x), batch_coupled=job.batch_coupled, **arguments)
     progress.compare_ranks("an evaluation", "prediction", *(out if isinstance(out, list | tuple) else [out]))
     return {"out": out}

@@ -34,7 +34,6 @@ from ...loading.pack_globals import changed_globals, set_globals
 from ...loading.packs import import_pack, packs_named
 from ...loading.random_states import random_states, set_random_states
 from ..batch_groups import all_gather, entry_by_entry, local_items
-from ..kernel_advice import kernel_advice
 from ..process.progress import Progress
 from ..process.sampler_noise import SamplerNoise
 from ..step_cache import StepCache
@@ -84,7 +83,6 @@ def run(model: ComfyModel, job: SamplingJob, progress: Progress) -> dict[str, An
     wrapper = _apply_model_wrapper(model, progress, unchanged, batch_coupled=together)
     patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, wrapper)
     model.clear_kv_cache()
-    model.benchmarked.clear()  # one that failed is repeated
     progress.heartbeat()
     pipefusion, warmup_steps = model.stages and model.stages.pipefusion, model.parallelism.options.warmup_steps
     in_patches = with_pipefusion(pipefusion, patcher, job.sigmas, warmup_steps) if pipefusion else nullcontext()
@@ -151,8 +149,7 @@ def _apply_model_wrapper(
         if unchanged is not None:
             unchanged.check()
         evaluate = partial(entry_by_entry, executor) if model.stages and not batch_coupled else executor
-        with kernel_advice(model, x):
-            return model.data_parallel(evaluate, x.shape[0], x, *args, batch_coupled=batch_coupled, **kwargs)
+        return model.data_parallel(evaluate, x.shape[0], x, *args, batch_coupled=batch_coupled, **kwargs)
 
     return apply
 

@@ -10,15 +10,12 @@ from pathlib import Path
 import torch
 
 from ...engine.comm.device_memory import cached_bytes, free_bytes, host_free_bytes
-from ...engine.comm.mesh import GroupState
-from ...engine.kernels.autotune import benchmark_results
 from ...engine.weights.prefetch import weight_bytes
 from ...errors import Sentence, say
 from ...wire.readings import Graphs, ModelMemory, Readings
 from ..models import Model
 
 GIB = 1 << 30
-MAX_BENCHMARKS = 4  # the last kernel benchmarks, to keep messages short
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -40,15 +37,14 @@ def out_of_memory(device: torch.device, models: Sequence[Model]) -> Sentence:
     )
 
 
-def readings(device: torch.device, models: Sequence[Model], group_state: GroupState) -> Readings:
-    """Returns the memory and kernel readings of this rank, which the page shows and the host plans by."""
+def readings(device: torch.device, models: Sequence[Model]) -> Readings:
+    """Returns the memory readings of this rank, which the page shows and the host plans by."""
     used, total = _used_and_total(device)
     graphs = _sum([model.graph_runner.stats for model in models])
     return Readings(
         used,
         total,
         tuple(_model_memory(model, device) for model in models),
-        benchmarks=benchmark_results(group_state)[-MAX_BENCHMARKS:],
         graphs=graphs,
         free_bytes=free_bytes(device),
         allocator_free_bytes=max(0, cached_bytes(device) - graphs.bytes),
