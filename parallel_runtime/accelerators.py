@@ -48,7 +48,9 @@ class AttentionKernel:
     It runs on these kinds of `devices`, with heads of up to `max_head_dim`, of a multiple of `head_multiple` (of
     `head_dims` only, if there are any), and takes a mask where `masks` is set. With `log_sum_exp` it also returns that
     for attention without a mask, as a ring needs. `cudnn` marks a kernel of cuDNN: ROCm has none, and some versions
-    must not be in a CUDA graph. `low_precision` marks one that not every attention of a network tolerates.
+    must not be in a CUDA graph. `low_precision` marks one that not every attention of a network tolerates. `comfyui` is
+    the name of ComfyUI's attention function that calls it: where a user chose that function, a ring's blocks have this
+    kernel.
 
     `auto_on` are the (major) compute capabilities on which "auto" takes it, for a ring's blocks and for full keys: on
     them it was the fastest in every measurement (tests/bench/RESULTS.md, "Kernels"). Elsewhere full keys have ComfyUI's
@@ -67,6 +69,7 @@ class AttentionKernel:
     log_sum_exp: bool = True
     cudnn: bool = False
     low_precision: bool = False
+    comfyui: str = ""
     auto_on: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -77,6 +80,15 @@ class AttentionKernel:
     def installed(self) -> bool:
         """Whether its package is installed; nothing is imported."""
         return not self.package or find_spec(self.package) is not None
+
+    @property
+    def new_enough(self) -> bool:
+        """Whether the installed package is of `min_version` or newer, or does not say."""
+        version = (version_of(self.package) or "").partition("+")[0]
+        found, needed = (
+            [int(part) for part in each.split(".") if part.isdigit()] for each in (version, self.min_version)
+        )
+        return not found or found >= needed
 
 
 # ROCm's devices are torch's "cuda" too, and RCCL goes by NCCL's name; cuDNN is NVIDIA's alone.
@@ -132,16 +144,35 @@ KERNELS = {  # auto takes the first one that it can
             auto_on=(9, 10),  # H100, H200, B200: 0.35 ms to flash's 0.56 for FLUX in halves, 39 to 59 for Wan at 480p
         ),
         AttentionKernel(name="_native_flash", head_multiple=8),
-        AttentionKernel(name="flash", package="flash_attn", min_version="2.6.3", function="flash_attn_func"),
+        AttentionKernel(
+            name="flash",
+            package="flash_attn",
+            min_version="2.6.3",
+            function="flash_attn_func",
+            comfyui="attention_flash",
+        ),
         AttentionKernel(name="_flash_3", package="flash_attn_interface", function="flash_attn_func"),
         AttentionKernel(
-            name="sage", package="sageattention", min_version="2.1.1", max_head_dim=128, low_precision=True
+            name="sage",
+            package="sageattention",
+            min_version="2.1.1",
+            max_head_dim=128,
+            low_precision=True,
+            comfyui="attention_sage",
         ),
     )
 }
 
 
+ANY_EXACT = ("attention_pytorch", "attention_xformers")  # ComfyUI's functions where nobody chose: other kernels may do
 FALLBACK = "fallback"  # in a kernel's place: the attention that computes where none is chosen, ComfyUI's own
+
+
+def ring_backend(function: str) -> str:
+    """Returns the attention_backend of a ring that computes what ComfyUI's attention function of this name does; "" if
+    there is none."""
+    rows = (spec.name for spec in KERNELS.values() if spec.comfyui == function and spec.installed and spec.new_enough)
+    return "auto" if function in ANY_EXACT else next(rows, "")
 
 
 def version_of(package: str) -> str | None:

@@ -103,6 +103,19 @@ def test_every_kernel_of_the_table_has_its_functions_and_an_option_and_is_in_the
         assert f"`{kernel.name}`" in help_page
 
 
+@pytest.mark.parametrize(
+    ("version", "enough"), [(None, True), ("2.1.0", False), ("2.1.1+cu128", True), ("2.2", True), ("1.0.6", False)]
+)
+def test_a_ring_has_no_kernel_of_a_package_that_is_too_old(
+    version: str | None, enough: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accelerators, "version_of", lambda _: version)
+    monkeypatch.setattr(AttentionKernel, "installed", True)
+    assert accelerators.ring_backend("attention_sage") == ("sage" if enough else "")
+    assert accelerators.ring_backend("attention_split") == ""
+    assert accelerators.ring_backend("attention_pytorch") == "auto"
+
+
 def test_a_function_like_flash_attn_func_has_no_mask() -> None:
     with pytest.raises(ValueError, match="has no mask"):
         AttentionKernel(name="mine", function="flash_attn_func", masks=True)

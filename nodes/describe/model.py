@@ -26,7 +26,7 @@ from torch import nn
 from ...parallel_runtime.accelerators import CUDA
 from ...parallel_runtime.architectures import Architecture, architecture_of
 from ...parallel_runtime.architectures.block_patches import attends_each_head, see_all_tokens
-from ...parallel_runtime.architectures.network_modules import blocks_of, padding_modes, self_chosen_kernels
+from ...parallel_runtime.architectures.network_modules import blocks_of, padding_modes
 from ...parallel_runtime.architectures.partition import Load
 from ...parallel_runtime.architectures.row_plan import RowArchitecture
 from ...parallel_runtime.architectures.stage_units import units_of, why_not_in_patches
@@ -48,6 +48,7 @@ from .control_nets import Conds, controls_of, count_residuals, gligens_of, weigh
 from .describer import describer
 from .foreign_code import MERGES, check_code, check_layers, check_model, check_network
 from .in_place import changed_attributes
+from .kernels import without_lse
 from .local_devices import plan_inputs
 from .model_patches import OVERRIDE, check_network_patches, compilation, native_network, replaced_methods
 
@@ -185,8 +186,6 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> DescribedMo
     undivided_by += padding_modes(network) if attributes else []
     if replaced and not attends_each_head(options[OVERRIDE]):
         undivided_by.append(f"the attention {qualified_name(options[OVERRIDE])}")
-    if not replaced and request.options.attention_backend == "auto":
-        undivided_by += [f"{function} in {module}" for function, module in self_chosen_kernels(network).items()]
     methods = replaced_methods(model)
     undivided_by += list(methods)[:1]  # a chain of many would say no more
     compiled = compilation(model, request.compile)
@@ -197,7 +196,9 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> DescribedMo
     patch_models = dict.fromkeys(patch.model for patch in model.model_patches_models())
     weight_bytes = sum(map(comfy.model_management.module_size, [network, *patch_models]))
     item_bytes = (comfyui_dtype if dtype == "auto" else getattr(torch, dtype)).itemsize
-    stats = replace(network_stats_of(network, architecture, weight_bytes, item_bytes), no_lse=replaced)
+    stats = replace(
+        network_stats_of(network, architecture, weight_bytes, item_bytes), no_lse=without_lse(model, request)
+    )
     graphs = request.options.cuda_graphs != "off" and comfy.model_management.get_torch_device().type == CUDA.kind
     described = DescribedModel(
         spec=replace(

@@ -50,7 +50,7 @@ from .lease import lease_with_plan
 from .remote_model import RemoteModelPatcher, without_weights
 
 # Refusals of what a pack's code does to a split network in the middle of a run.
-SEES_ALL_TOKENS = {"network.meanwhile", "blocks.inside", "attention.all_heads", "attention.node"}
+SEES_ALL_TOKENS = {"network.meanwhile", "blocks.inside", "attention.all_heads", "ring.node"}
 log = logging.getLogger(__name__)
 
 PREVIEWS = (  # OUTER_SAMPLE wrappers that only show each step, with what workers do not have; KJNodes' are the others

@@ -48,10 +48,21 @@ def see_all_tokens(patches: Mapping[str, Sequence[Any]]) -> list[str]:
 
 
 def attends_each_head(override: Any) -> bool:
-    """Whether an attention override gives the same on a part of the heads: one of ComfyUI's, or one that
-    says so."""
+    """Whether an attention override gives the same on a part of the heads: one of ComfyUI's, a known one of a pack, or
+    one that says so."""
     home = getattr(override, "__globals__", {}).get("__name__", _named(override).__module__)
-    return str(home).startswith("comfy.") or getattr(override, DECLARED, None) == "each head"
+    says_so = getattr(override, DECLARED, None) == "each head"
+    return str(home).startswith("comfy.") or says_so or _only_calls_sage(override)
+
+
+def _only_calls_sage(override: Any) -> bool:
+    """Whether this is the override of KJNodes' sage patch and loaders, which do nothing but call the function that
+    their `get_sage_func` has made around one of sageattention's. A version that does more has other names in it."""
+    code = getattr(override, "__code__", None)
+    if code is None or code.co_freevars != ("new_attention",) or not set(code.co_names) <= {"__wrapped__"}:
+        return False
+    attention = override.__closure__[0].cell_contents
+    return getattr(attention, "__qualname__", "") == "get_sage_func.<locals>.attention_sage"
 
 
 def goes_by_frames(patch: Any) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import nn
 
 from .row_plan import RowPlan
@@ -41,17 +44,16 @@ def modules_of(network: nn.Module, module_plan: ModulePlan) -> list[nn.Module]:
         raise ValueError(f"the plan names {module_plan.name!r}, which {kind} does not have") from missing
 
 
-def self_chosen_kernels(network: nn.Module) -> dict[str, str]:
-    """Names of attention functions that modules choose themselves, each with the path of the first module. In newer
-    versions of ComfyUI a checkpoint may choose one for each. ComfyUI calls it only where attention is not overridden,
-    and does not tell an override.
-    """
-    paths: dict[str, str] = {}
-    for path, module in network.named_modules():
-        function = getattr(module, "function", None) if type(module).__name__ == CHOOSES else None
-        if function is not None:
-            paths.setdefault(getattr(function, "__name__", type(function).__name__), path)
-    return paths
+def preferred_attentions(network: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
+    """The attention functions that a checkpoint chooses, by the module that calls them: in newer versions of ComfyUI it
+    may choose one for each. ComfyUI does not tell an override which."""
+    functions = {}
+    for module in network.modules():
+        for child in module.children():
+            function: Any = getattr(child, "function", None) if type(child).__name__ == CHOOSES else None
+            if function is not None:
+                functions[module] = function
+    return functions
 
 
 def padding_modes(network: nn.Module) -> list[str]:

@@ -180,12 +180,13 @@ RING_SENTENCES = {"alltoall": "ring.passes", "allgather": "ring.collects", "toke
 
 def _reasons(subject: Subject, plan: RunPlan, guided: bool) -> list[str]:
     degrees, sharded, several = plan.degrees, plan.sharded, plan.degrees.context_parallel_size > 1
-    how = RING_SENTENCES[degrees.options.rotate_method]
+    how, no_lse = RING_SENTENCES[degrees.options.rotate_method], subject.work.network.no_lse
     reasons = [
         say_if(degrees.cfg_degree == 2, "branches"),
         say_if(degrees.pipeline_degree > 1, "stages", stages=degrees.pipeline_degree),
         _heads(subject.work, degrees),
         say_if(degrees.ring_degree > 1, how, workers=degrees.ring_degree),
+        say_if(several and bool(no_lse), "ring.none", attention=no_lse),
         say_if(degrees.data_degree > 1, "images", groups=degrees.data_degree),
         say_if(not guided and degrees.cfg_degree == 1 and several, "one.prompt"),
         say_if(guided and sharded and degrees.cfg_degree == 1, "both.parts"),

@@ -18,6 +18,7 @@ from enum import Enum
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+import comfy.ldm.modules.attention
 import numpy
 import torch
 from comfy.model_management import cast_to_device, get_torch_device
@@ -50,6 +51,10 @@ SET_BY_EACH_RUN = {
     "comfy.context_windows:IndexListContextHandler": ("_model",),
     "comfy_extras.nodes_tomesd:TomePatchModel.execute.<locals>.tomesd_m": ("u",),
     "comfy_extras.nodes_tomesd:TomePatchModel.execute.<locals>.tomesd_u": ("u",),
+}
+DECORATORS: dict[str, Callable[..., Any]] = {  # by which packs make attention functions
+    "wrap_attn": comfy.ldm.modules.attention.wrap_attn,
+    "disable": torch.compiler.disable,
 }
 PACKAGES = ("comfy.", "comfy_extras.")
 BASES = ("abc", "typing", "contextlib", "torch.autograd.grad_mode", "torch.utils._contextlib")  # of classes of objects
@@ -156,6 +161,16 @@ def _rebuild_function(node: Node, make: Rebuilder) -> FunctionType:
     return made
 
 
+def _decorator(value: Any) -> str:
+    """Names the one of DECORATORS that has made this function of another one, its `__wrapped__`; "" for other values.
+    What they make refers to itself, or is torch's."""
+    if not isinstance(value, FunctionType) or not hasattr(value, "__wrapped__"):
+        return ""
+    if value.__globals__ is vars(comfy.ldm.modules.attention):
+        return "wrap_attn" if value.__code__.co_name == "wrapper" else ""
+    return "disable" if getattr(value, "_torchdynamo_disable", False) else ""
+
+
 def _describe_cell(cell: CellType, to: Parts) -> Node:
     """Describes a closure's variable, which several functions may share. Nothing may be assigned to it yet."""
     if cell == CellType():
@@ -260,6 +275,11 @@ KINDS = {  # a value is of the first kind that fits
     **MODEL_KINDS,
     "name": Kind(
         _is_named, lambda value, to: {"name": reference(value, to.what)}, lambda node, make: named(node["name"])
+    ),
+    "decorated": Kind(
+        lambda value: bool(_decorator(value)),
+        lambda value, to: {"of": to(value.__wrapped__), "by": _decorator(value)},
+        lambda node, make: DECORATORS[node["by"]](make(node["of"])),
     ),
     "function": Kind(of_types(FunctionType), _describe_function, _rebuild_function),
     "cell": Kind(of_types(CellType), _describe_cell, _rebuild_cell),

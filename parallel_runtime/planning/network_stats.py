@@ -18,8 +18,8 @@ class NetworkStats:
     """A network in numbers; without a `name` one that is not known yet.
 
     `divisible`: a split plan says how its sequence is split; `step_cacheable`: a step cache may leave its blocks out.
-    `images_coupled`: it sees all images of a prompt at once, so workers may share out prompts alone. `no_lse`: a node's
-    attention gives no log-sum-exp to merge blocks by.
+    `images_coupled`: it sees all images of a prompt at once, so workers may share out prompts alone. `no_lse`: the name
+    of an attention that a user chose, and that gives no log-sum-exp to merge blocks by; else "".
     `width` is heads x head size. `weights` is a count, `item_bytes` the size of one computed number. `weight_bytes` is
     the size in the file's format, with model patches and ControlNets, which every rank has in full. `blocks` are the
     bytes of each block of the split plan, `loads` the units that a pipeline's stages share out; `why_not_in_patches` is
@@ -31,7 +31,7 @@ class NetworkStats:
     divisible: bool = True
     step_cacheable: bool = True
     images_coupled: bool = False
-    no_lse: bool = False
+    no_lse: str = ""
     heads: int = ANY_HEADS
     layers: int = 0
     width: int = 0

@@ -69,7 +69,7 @@ class PlanInputs:
     @property
     def has_no_ring(self) -> bool:
         """Must each worker see all keys of its heads? Blocks of a ring cannot be merged, or a pipeline has none."""
-        return self.network.no_lse or self.request.pipeline_degree > 1
+        return bool(self.network.no_lse) or self.request.pipeline_degree > 1
 
     @property
     def is_free(self) -> bool:

@@ -30,7 +30,7 @@ def check_request(inputs: PlanInputs) -> None:
         widgets = [name for name in DEGREES[:2] if getattr(request, name) > 1]
         raise Refused("sequence.none", widgets[0], dict.fromkeys(widgets, 0), network=network.name, widgets=widgets)
     if network.no_lse and ring > 1 and request.pipeline_degree == 1 and network.divisible:
-        raise Refused("ring.node", "ring_degree", {"ring_degree": 1}, ring=ring)
+        raise Refused("ring.node", "ring_degree", {"ring_degree": 1}, ring=ring, attention=network.no_lse)
 
 
 def _check_pipeline(request: ParallelRequest, network: NetworkStats) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -167,27 +168,58 @@ class ComfyAttention(nn.Module):
     function: Callable[..., Tensor] | None = None
 
 
-def attention_int8(*_: Any, **__: Any) -> Tensor:
-    raise AssertionError("an override goes first")
-
-
 def own_attention(
-    rank: int, world: int, chosen: bool, overridden: bool = False, backend: AttentionBackend = "auto"
+    rank: int,
+    world: int,
+    chosen: bool,
+    overridden: bool = False,
+    backend: AttentionBackend = "auto",
+    ring: int = 1,
 ) -> dict[str, Any]:
-    """A network whose second block may have chosen its attention, by Ulysses."""
+    """A network whose second block may have chosen its attention, which is called instead of ComfyUI's own where nobody
+    overrides: natively by ComfyUI's wrapper, as newer versions have it."""
     network, inputs = made("flux")
     options = {"optimized_attention_override": Counting()} if overridden else {}
-    wants = forward(network, inputs, **options)
     block: Any = network.get_submodule("double_blocks.1")
+    comfyui = importlib.import_module("comfy.ldm.modules.attention").optimized_attention
+    calls: list[int] = []
+
+    def attention_int8(*args: Any, **kwargs: Any) -> Tensor:
+        calls.append(len(calls))
+        return 0.9 * comfyui(*args, **kwargs)
+
+    def native(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        return attention_int8(*args, **kwargs) if block.busy else function(*args, **kwargs)
+
+    if chosen and not overridden and backend == "auto":
+        with _busy(block):
+            wants = forward(network, inputs, optimized_attention_override=native)
+    else:
+        wants = forward(network, inputs, **options)
+    alone = len(calls)
     block.comfy_attention = ComfyAttention()
     block.comfy_attention.function = attention_int8 if chosen else None
-    parallelize(network, plan_of(network).plan, mesh(1, world), parallelism(1, world, attention_backend=backend))
+    degrees = ring, world // ring
+    parallelize(network, plan_of(network).plan, mesh(*degrees), parallelism(*degrees, attention_backend=backend))
     try:
-        return {"error": error(forward(network, inputs, **options), wants)}
+        return {"error": error(forward(network, inputs, **options), wants), "calls": [alone, len(calls) - alone]}
     except Refused as why:
         return {"refused": str(why)}
     finally:
         unparallelize(network)
+
+
+@contextmanager
+def _busy(block: Any) -> Iterator[None]:
+    """While `block` computes, its `busy` is set."""
+    block.busy = False
+    handles = [
+        block.register_forward_pre_hook(lambda *_: setattr(block, "busy", True)),
+        block.register_forward_hook(lambda *_: setattr(block, "busy", False)),
+    ]
+    yield
+    for handle in handles:
+        handle.remove()
 
 
 torch.set_grad_enabled(False)

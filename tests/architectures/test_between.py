@@ -92,7 +92,7 @@ def test_another_nodes_attention_runs_on_whole_keys(networks: Groups, name: str)
 def test_another_nodes_attention_is_refused_in_a_ring(networks: Groups) -> None:
     for answer in _run(networks, 2, 1, "overridden", name="wan"):
         assert "gives no log-sum-exp" in answer["refused"]
-        assert "ring_degree to 1" in answer["refused"]
+        assert "ring_degree is 2; set it to 1" in answer["refused"]
 
 
 def test_another_nodes_attention_is_refused_by_heads_if_it_does_not_say_that_it_computes_each_by_itself(
@@ -129,10 +129,16 @@ def test_a_mask_of_some_pairs_is_refused(networks: Groups) -> None:
     assert all("50 x 50 pairs of tokens" in message for message in answers)
 
 
-def test_an_attention_that_the_file_chose_is_refused_by_name(networks: Groups) -> None:
+def test_an_attention_that_the_file_chose_for_a_block_computes_its_heads(networks: Groups) -> None:
     for answer in networks(2).run("tests.architectures.between_cases:own_attention", chosen=True):
-        assert "double_blocks.1.comfy_attention chooses its attention itself (attention_int8)" in answer["refused"]
-        assert "degrees to 1, or choose an attention_backend" in answer["refused"]
+        assert answer["error"] <= EXACT
+        assert answer["calls"] == [1, 1], "once natively, once on this rank's heads"
+
+
+def test_a_ring_refuses_an_attention_that_the_file_chose_by_name(networks: Groups) -> None:
+    for answer in networks(2).run("tests.architectures.between_cases:own_attention", chosen=True, ring=2):
+        assert "attention_int8 gives no log-sum-exp" in answer["refused"]
+        assert "ring_degree is 2; set it to 1" in answer["refused"]
 
 
 @pytest.mark.parametrize(

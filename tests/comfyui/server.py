@@ -51,9 +51,11 @@ class Server:
         self.mark, self.port = uuid.uuid4().hex, free_port()
         self.scratch.mkdir()
         command = [comfy.python, comfy.root / "main.py", "--base-directory", base, "--port", str(self.port)]
+        chooses = any(flag.startswith("--use-") for flag in flags)  # an attention, of which there can be one
+        usual = [flag for flag in FLAGS if not (chooses and flag.startswith("--use-"))]
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
-                [*map(str, command), *FLAGS, *flags],
+                [*map(str, command), *usual, *flags],
                 cwd=comfy.root,
                 env={**os.environ, **_QUIET, "PYTHONPATH": SITE, MARK: self.mark, "TMPDIR": str(self.scratch), **env},
                 stdin=subprocess.DEVNULL,

@@ -141,7 +141,7 @@ def test_what_lies_around_a_model_gives_ksamplers_picture(server: Server, what: 
 
 
 def test_an_attention_on_a_guider_is_refused_a_ring_as_it_is_on_a_model(server: Server) -> None:
-    with pytest.raises(NodeError, match="a node on MODEL replaces the attention"):
+    with pytest.raises(NodeError, match="optimized_attention_override gives no log-sum-exp, which a ring needs"):
         server.client.run(on_the_guider("ModelAttentionBackend", attention="pytorch attention")(RING_2))
 
 

@@ -95,6 +95,12 @@ def test_code_that_needs_all_tokens_leaves_a_network_of_tokens_undivided(server:
     assert degrees["ring_degree"] * degrees["ulysses_degree"] == 1
 
 
+def test_kjnodes_sage_attention_computes_each_ranks_heads(server: Server) -> None:
+    check(server, code("sage"), AUTO)
+    degrees = server.client.get("/cp/status")["degrees"]
+    assert (degrees["ring_degree"], degrees["ulysses_degree"]) == (1, 2)
+
+
 def test_a_method_that_comfyui_has_put_back_refuses_no_later_run(server: Server) -> None:
     """It leaves the class's own method on the layer itself."""
     for picture in (code("method"), unchanged):

@@ -20,7 +20,7 @@ from tests.test_refusal_words import calls, codes_of
 
 FLUX = NetworkStats(heads=24)
 UNDIVIDED = NetworkStats(name="SeedVR2", divisible=False)
-BY_ULYSSES = NetworkStats(name="FLUX", heads=24, no_lse=True)
+BY_ULYSSES = NetworkStats(name="FLUX", heads=24, no_lse="--use-split-cross-attention")
 IN_STAGES = NetworkStats(name="FLUX", heads=24, step_cacheable=True, loads=(Load(1, 1),) * 8)
 MACHINES = {"nnodes": 2, "rdzv_endpoint": "127.0.0.1:29500"}
 RIGHT: tuple[dict[str, Any], ...] = (

@@ -294,7 +294,7 @@ def test_guidance_takes_two_halves_of_the_gpus_and_gives_them_back_at_cfg_1():
 def test_under_an_attention_of_another_node_there_is_no_ring():
     def shape(gpus, heads=24, guided=False, **request):
         asked = ParallelRequest.of(request)
-        network = NetworkStats(heads=heads, no_lse=True)
+        network = NetworkStats(heads=heads, no_lse="another")
         inputs = PlanInputs(request=asked, network=network, gpus=gpus, guided=guided)
         return checked_plan(inputs).degrees.stage_mesh_shape
 
@@ -304,7 +304,7 @@ def test_under_an_attention_of_another_node_there_is_no_ring():
     assert shape(4, cfg_degree=2, ulysses_degree=2) == (1, 1, 1, 4)
     assert shape(4, heads=2) == (1, 1, 1, 2)
     assert shape(4, ulysses_degree=2) == (1, 1, 1, 2)
-    with pytest.raises(Refused, match=r"a node on MODEL replaces the attention .* ring_degree is 2; set it to 1"):
+    with pytest.raises(Refused, match=r"another gives no log-sum-exp, .* ring_degree is 2; set it to 1"):
         shape(4, ring_degree=2)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...accelerators import FALLBACK
+from ...accelerators import ANY_EXACT, FALLBACK, ring_backend
 from ...architectures.block_patches import attends_each_head
 from ...architectures.split_plan import AttentionSpec, AttentionSpecs, Cross, Window
 from ...errors import Refused
@@ -83,11 +83,14 @@ class BackendOverride:
     """Runs attention with the chosen backend's kernel; calls that it does not support go to ComfyUI's attention.
 
     `active_scopes` are the indices of the entered scopes, innermost last; `previous` is an override set by a node.
+    `preferred` are the functions that the file chose for the attentions that run now, which ComfyUI calls where no node
+    has an override.
     """
 
     def __init__(self, backend: AttentionBackend) -> None:
         self.active_scopes: list[int] = []
         self.previous: Override | None = None
+        self.preferred: list[Attention] = []
         self._backend = backend
         self._graph_function = self._run_in_graph  # lives as long as this
         self._op_id = register(self._graph_function)
@@ -107,6 +110,8 @@ class BackendOverride:
     ) -> Tensor:
         if attn_precision is not None:
             options["attn_precision"] = attn_precision
+        if self.preferred and self.previous is None:
+            func = self.preferred[-1]
         scope = self.active_scopes[-1] if self.active_scopes else _NO_SCOPE
         tokens = 2 if skip_reshape else 1
         traced = torch.compiler.is_compiling() and self.previous is None
@@ -152,11 +157,15 @@ class BackendOverride:
         same on all ranks."""
         if self.previous is not None:
             return FALLBACK
-        kernel = FUNCTIONS.get(self._backend)
+        backend = self._requested(call)
+        kernel = FUNCTIONS.get(backend)
         if kernel is None or not kernel.spec.low_precision or call.options.get(_LOW_PRECISION) is not False:
-            return self._backend
-        warn_once(self._backend, "ComfyUI asks for higher precision")
+            return backend
+        warn_once(backend, "ComfyUI asks for higher precision")
         return FALLBACK
+
+    def _requested(self, _: _NativeCall) -> AttentionBackend:
+        return self._backend
 
 
 @cache
@@ -182,7 +191,7 @@ class AttentionOverride(BackendOverride):
         """Begins a forward, for which a node has set the override `previous`. Wrapped functions use this one until
         `end`."""
         if previous is not None and self._mesh.ring.size > 1:
-            raise Refused("attention.node", widget="ring_degree", option=OVERRIDE)
+            raise self._has_no_lse(previous)
         if previous is not None and not attends_each_head(previous):
             raise Refused("attention.all_heads", option=OVERRIDE)
         self.previous = previous
@@ -191,6 +200,7 @@ class AttentionOverride(BackendOverride):
     def end(self) -> None:
         _ACTIVE.clear()
         self.active_scopes.clear()
+        self.preferred.clear()
         self.split_calls = 0
 
     def scope_index(self, over: AttentionSpecs) -> int:
@@ -211,6 +221,23 @@ class AttentionOverride(BackendOverride):
         return self._attention(cross, self._backend_for(call))(
             q, k, v, _four_dims(self._full_mask(mask, scope, q)), call.scale
         )
+
+    def _requested(self, call: _NativeCall) -> AttentionBackend:
+        """Returns the backend of the widget; with auto what ComfyUI's flags or the file chose: full keys have that very
+        function, a ring's blocks the kernel that it calls."""
+        name = getattr(call.function, "__name__", "")
+        if self._backend != "auto" or (self._mesh.ring.size == 1 and name in ANY_EXACT):
+            return self._backend
+        if self._mesh.ring.size == 1:
+            return FALLBACK
+        kernel = ring_backend(name)
+        if self.preferred and not kernel:
+            raise self._has_no_lse(call.function)
+        return kernel or self._backend
+
+    def _has_no_lse(self, attention: Any) -> Refused:
+        name = getattr(attention, "__qualname__", type(attention).__qualname__)
+        return Refused("ring.node", widget="ring_degree", ring=self._mesh.ring.size, attention=name)
 
     def _full_mask(self, mask: Tensor | None, scope: int, query: Tensor) -> Tensor | None:
         """Returns the mask; for a window, the window's mask of all tokens."""

@@ -10,14 +10,14 @@ import inspect
 from collections.abc import Callable, Hashable
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ...architectures.block_patches import INSIDE, needs_full_tokens
 from ...architectures.control_networks import ControlRowPlan
-from ...architectures.network_modules import self_chosen_kernels
+from ...architectures.network_modules import preferred_attentions
 from ...architectures.row_plan import CascadeRowPlan, RowPlan
 from ...architectures.split_plan import SplitPlan
 from ...errors import Refused
@@ -32,6 +32,8 @@ from .hooks import Block, add_hooks, blocks_of_plan, run_on_frames
 from .splitter import Residuals, Splitter
 from .streams import PARALLELIZED
 from .token_functions import with_all_tokens
+
+T = TypeVar("T")
 
 _OPTIONS = "transformer_options"
 _BY_ROWS: dict[type[SplitPlan], Callable[..., Any]] = {
@@ -84,7 +86,6 @@ class _TokenDivision(ExitStack):
         self.streams = Splitter(plan, mesh.context, pipefusion)
         self._plan = plan
         self._ranks = mesh.context
-        self._own_attentions = self_chosen_kernels(network) if parallelism.options.attention_backend == "auto" else {}
         self._override = AttentionOverride(self.streams, mesh, parallelism)
         self._residual_tokens: int | None = None  # the full length of residuals that are split; None: they are full
         self._residual_consumer: _TokenDivision | None = None
@@ -96,6 +97,8 @@ class _TokenDivision(ExitStack):
             self.enter_context(network.register_forward_pre_hook(self._begin, with_kwargs=True))
             for block in blocks:
                 self._hook(block)
+            for module, function in preferred_attentions(network).items():
+                self._replace(module, _scoped(module.forward, self._override.preferred, function))
             if pipefusion is not None:
                 self._replace(network, partial(self._forward_by_patch, pipefusion, network.forward))
             self.enter_context(shared_input_scales(network, mesh.context))
@@ -135,9 +138,6 @@ class _TokenDivision(ExitStack):
         options = dict(kwargs.get(_OPTIONS) or {})
         previous = options.get(OVERRIDE)
         self._override.begin(previous)
-        if previous is None and self._own_attentions:
-            function, module = next(iter(self._own_attentions.items()))
-            raise Refused("attention.own", widget="attention_backend", module=module, function=function)
         self.streams.full_between_blocks = needs_full_tokens(options)
         self.streams.has_block_patches = any((options.get("patches") or {}).get(kind) for kind in INSIDE)
         options[OVERRIDE] = self._override
@@ -199,9 +199,9 @@ def _evaluation_key(args: tuple[Any, ...], kwargs: dict[str, Any], options: dict
     return (*options.get("cond_or_uncond", ()), *options.get("uuids", ()), shapes)
 
 
-def _scoped(forward: Callable[..., Any], scopes: list[int], scope: int) -> Callable[..., Any]:
-    """Returns `forward` in an attention scope. A hook inside a block, or a partial in this function's place, would make
-    torch.compile compile each block anew."""
+def _scoped(forward: Callable[..., Any], scopes: list[T], scope: T) -> Callable[..., Any]:
+    """Returns `forward` with `scope` as the innermost one while it runs. A hook inside a block, or a partial in this
+    function's place, would make torch.compile compile each block anew."""
 
     def scoped(*args: Any, **kwargs: Any) -> Any:
         scopes.append(scope)

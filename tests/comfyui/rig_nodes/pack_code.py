@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import comfy.samplers
 import torch
+from comfy.ldm.modules.attention import wrap_attn
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP
 from comfy_api.latest import io
@@ -159,6 +160,43 @@ def _attention(model: ModelPatcher) -> None:
     model.model_options["transformer_options"]["optimized_attention_override"] = attend
 
 
+def get_sage_func(factor: float) -> Callable[..., torch.Tensor]:
+    """Makes an attention as KJNodes does, under the names that it has there."""
+
+    def sage_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(factor * q, k, v, attn_mask=mask)
+
+    sage_func = torch.compiler.disable()(sage_func)
+
+    @wrap_attn
+    def attention_sage(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        heads: int,
+        mask: Any = None,
+        attn_precision: Any = None,
+        skip_reshape: bool = False,
+        skip_output_reshape: bool = False,
+        **_: Any,
+    ) -> torch.Tensor:
+        if not skip_reshape:
+            q, k, v = (x.unflatten(2, (heads, -1)).transpose(1, 2) for x in (q, k, v))
+        out = sage_func(q, k, v, mask)
+        return out if skip_output_reshape else out.transpose(1, 2).flatten(2)
+
+    return attention_sage
+
+
+def _sage(model: ModelPatcher) -> None:
+    new_attention = get_sage_func(0.8)
+
+    def attention_override_sage(func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return new_attention.__wrapped__(*args, **kwargs)
+
+    model.model_options["transformer_options"]["optimized_attention_override"] = attention_override_sage
+
+
 def _block(model: ModelPatcher) -> None:
     def replaced(args: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
         out = extra["original_block"](args)
@@ -177,7 +215,7 @@ def _picture(model: ModelPatcher) -> None:
 
 ON_MODEL = {function.__name__.removeprefix("_"): function for function in (
     _model_sampling, _network, _settings, _dice, _cfg, _wrapper, _outer_sample, _swap, _method, _layer,
-    _attention, _block, _tokens, _picture)}  # fmt: skip
+    _attention, _sage, _block, _tokens, _picture)}  # fmt: skip
 
 
 class Fresh(io.ComfyNode):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from types import FunctionType, MethodType
+from types import MethodType
 from typing import Any
 from unittest.mock import patch
 
@@ -13,6 +13,7 @@ import comfy.model_management
 import comfy.ops
 import torch
 from comfy.ldm.flux.controlnet import ControlNetFlux
+from comfy.ldm.modules.attention import attention_split
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import add_wrapper
 from comfy_api.latest import io
@@ -215,8 +216,7 @@ class ComfyAttention(torch.nn.Module):
 
     __module__ = comfy.ops.disable_weight_init.__module__
 
-    # This version of ComfyUI does not call it.
-    function = staticmethod(FunctionType(comfy.ops.cast_bias_weight.__code__, vars(comfy.ops), "function"))
+    function = staticmethod(attention_split)  # this version of ComfyUI does not call it
 
 
 def _negated(network: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
