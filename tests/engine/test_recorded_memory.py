@@ -184,7 +184,7 @@ def test_recordings_of_another_model_make_room_for_first_evaluations(
     low = evaluated(kept_models, SPECS[1], x)
     assert [high.graph_runner.stats.keys, low.graph_runner.stats.keys] == [1, 1]
     assert asked == [(size, size)]
-    reading = readings(CPU, kept_models.loaded, kept_models.group_state)
+    reading = readings(CPU, kept_models.loaded)
     assert [(one.model, one.recorded) for one in reading.weights] == [("high", size), ("low", size)]
     fits = False
     evaluated(kept_models, SPECS[1], x)

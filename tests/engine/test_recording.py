@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel_runtime.engine.graphs import graph_runner
-from parallel_runtime.engine.graphs.graph_runner import MAX_RECORDINGS
+from parallel_runtime.engine.graphs.graph_runner import MAX_RECORDINGS, MAX_UNREPLAYED
 
 from ..site.tape import Tape, TapeRecorder
 from .recorded_net import Net, eagerly, inputs, made
@@ -32,6 +32,38 @@ def test_the_first_call_is_eager_the_second_recorded_and_the_rest_replayed_with_
         assert python == (1, 2, 0, 0, 0, 0)[seed], "once rehearsed, once recorded, and then no more"
     assert (runner.stats.keys, runner.stats.replays, runner.stats.eager) == (1, 4, ())
     assert runner.stats.bytes > 0
+
+
+@pytest.mark.parametrize(("rows", "python"), [(19, (2, 0, 0)), (20, (2, 0, 0)), (17, (2, 0, 0)), (40, (1, 2, 0))])
+def test_another_prompt_length_is_recorded_at_once_where_a_recording_was_kept_and_a_larger_picture_is_tried(
+    rows: int, python: tuple[int, ...]
+) -> None:
+    net = Net()
+    runner = made(net)
+    for seed in range(3):
+        net(*inputs(seed, rows=18))
+    for seed, expected in enumerate(python):
+        before = net.runs
+        out = net(*inputs(seed, rows=rows))
+        assert net.runs - before == expected
+        assert torch.equal(out, eagerly(net, *inputs(seed, rows=rows)))
+    assert runner.stats.keys == 2
+
+
+def test_calls_that_never_come_again_are_not_recorded_at_once_for_ever() -> None:
+    net = Net()
+    made(net)
+    for seed in range(3):
+        net(*inputs(seed, rows=18))
+    before = net.runs
+    for number in range(9):
+        net(*inputs(rows=18), scale=2.0 + number)
+    assert net.runs - before == 9 + MAX_UNREPLAYED, "a recording runs twice"
+    for _ in range(3):
+        net(*inputs(rows=18), scale=20.0)  # a trial that ends in a recording: calls come again
+    before = net.runs
+    net(*inputs(rows=18), scale=21.0)
+    assert net.runs - before == 2
 
 
 def test_what_a_replay_gave_is_the_callers_own() -> None:

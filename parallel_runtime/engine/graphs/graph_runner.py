@@ -30,6 +30,8 @@ RETURN_EVALUATIONS = 16  # an evicted call that returns within these takes turns
 MAX_TRIALS = 64  # calls that are remembered beside those that are recorded
 MAX_REASONS = 8  # in a message to the user
 WARMUP_EVALUATIONS = 2  # eager ones before the choice: the first does not show how long a launch takes
+MAX_GROWTH = 1.25  # of a call's inputs to those of kept recordings, up to which it is recorded without a trial
+MAX_UNREPLAYED = 2  # recordings without a trial that nobody has called again: inputs may differ in every step
 MIN_LAUNCH_FRACTION = 0.7  # of an evaluation's time: where launches take more of it, a recording pays
 MAX_REPLAY_RATIO = 1.05  # of a replay's time to an evaluation's: a slower replay is not worth its memory
 SMALL_ELEMENTS = 1024  # CPU tensors up to this size are compared by value, and may have any alignment
@@ -167,7 +169,8 @@ class _Trial:
 
 @dataclass(eq=False)
 class GraphRunner:
-    """Replaces a network's `__call__`: a call's first evaluations are eager, then it is recorded, then replayed.
+    """Replaces a network's `__call__`: a call's first evaluations are eager, then it is recorded, then replayed. Where
+    a recording has been kept, a call that is as large, as with another prompt, is recorded at its first evaluation.
 
     `visible_kwargs` returns the keyword arguments that the network can see, `settings` what else its code depends on,
     and `eager_reason` why it must stay eager now, or ""; the first and the last may raise Unrecordable. `any_rank`
@@ -192,6 +195,7 @@ class GraphRunner:
     _trials: dict[Hashable, _Trial] = field(default_factory=dict)
     _evicted: dict[Hashable, int] = field(default_factory=dict)  # key: evaluation when it was last called
     _reasons: dict[str, None] = field(default_factory=dict)
+    _unreplayed: set[Hashable] = field(default_factory=set)  # recorded without a trial, and not called again yet
     _evaluations: int = 0
     _replays: int = 0
 
@@ -214,14 +218,19 @@ class GraphRunner:
         if recorded := self._recorded.get(call.key):
             self._recorded.move_to_end(call.key)
             self._replays += 1
+            self._unreplayed.discard(call.key)
             return recorded.replay(call.tensors)
         trial = self._trial(call.key, call.tensors)
         if trial.eager:
             return self._run_eager(args, kwargs)
-        if trial.evaluations < self._warmup_evaluations:
+        if not trial.evaluations and self._is_like_recorded(call):
+            self._unreplayed.add(call.key)
+        elif trial.evaluations < self._warmup_evaluations:
             return self._timed(trial, args, kwargs)
-        if not self._is_worthwhile(trial):
+        elif not self._is_worthwhile(trial):
             return self._stay_eager(call, NO_GAIN, self._run_eager(args, kwargs))
+        else:
+            self._unreplayed.clear()  # calls come again
         if not self._evict_for(call.key):
             self._note_reason(f"more than {MAX_RECORDINGS} sizes, prompt lengths or the like take turns")
             return self._run_eager(args, kwargs)
@@ -238,7 +247,7 @@ class GraphRunner:
 
     def discard(self) -> None:
         """Discard all recordings: weights have moved, or memory is needed."""
-        for state in (self._recorded, self._trials, self._evicted):
+        for state in (self._recorded, self._trials, self._evicted, self._unreplayed):
             state.clear()
         self._recorder = cuda_graphs.recorder_for(self.device)  # frees the recordings' shared memory
 
@@ -283,6 +292,11 @@ class GraphRunner:
 
     def _is_worthwhile(self, trial: _Trial) -> bool:
         return self.choice == "on" or self.any_rank(trial.launch_fraction > MIN_LAUNCH_FRACTION)
+
+    def _is_like_recorded(self, call: Call) -> bool:
+        """Returns whether a recording of this call will pay as one that was kept does."""
+        largest = max((_elements(each.inputs) for each in self._recorded.values()), default=0)
+        return len(self._unreplayed) < MAX_UNREPLAYED and 0 < _elements(call.tensors) <= MAX_GROWTH * largest
 
     def _stay_eager(self, call: Call, reason: str, out: Any) -> Any:
         self._trials.setdefault(call.key, _Trial()).eager = True
@@ -353,8 +367,7 @@ class GraphRunner:
                 recorder.record(run), inputs, [*self.network.buffers(), *cuda_graphs.cached_results(self.network)]
             ), ""
         except RuntimeError as error:
-            first, *_ = (str(error) or type(error).__name__).splitlines()
-            reason = f"recording it failed: {first[:200]}"
+            reason = f"recording it failed: {(str(error) or type(error).__name__).splitlines()[0][:200]}"
         if self.device.type != "cpu":
             try:
                 torch.accelerator.synchronize(self.device)
