@@ -15,11 +15,10 @@ from comfy.controlnet import ControlBase, ControlLora, ControlNet, ControlNetSD3
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
-from .model_files import source_file
+from .model_files import shared_part, source_file
 
 Conds = Mapping[str, list[dict[str, Any]]]  # a guider's conditions: for each name, such as positive, ComfyUI's dicts
 
-FOLDER = "controlnet"
 METHODS = ("pre_run", "get_control", "control_merge", "copy", "cleanup")
 OUTPUTS = ("controlnet_blocks", "controlnet_single_blocks", "control_blocks")  # each of these modules gives a residual
 KINDS = (ControlNet, ControlNetSD35, QwenFunControlNet, ControlLora, T2IAdapter)
@@ -78,16 +77,14 @@ def describe_control_net(
 ) -> dict[str, Any] | None:
     """Describes a ControlNet for a `latent` of this shape [B, C, (T,) H, W]; None leaves out a hint that a VAE has to
     encode. `to` describes the values within it. Returns None where the hint is encoded anew at each evaluation.
-    Raises LookupError where no file has its weights, Refused where the file has changed."""
-    network, weights, hint = network_of(control), weights_of(control), None
-    owner = next(iter(weights), control) if network is None else network  # copies of a Control-LoRA share its weights
-    file = source_file(FOLDER, owner, weights)
+    Raises LookupError where its file is unknown, Refused where the file has changed."""
+    hint, file = None, source_file(control)
     if control.vae is not None and latent is not None:
         hint = _encode_hint(control, latent)
         if any(hint.shape[dim] != latent[dim] * control.compression_ratio for dim in (2, 3)):
             return None
     dtypes = ("", "")
-    if isinstance(control, ControlNet) and network is not None:
+    if isinstance(control, ControlNet) and not isinstance(control, ControlLora):
         dtypes = _dtype_name(control.control_model.dtype), _dtype_name(control.manual_cast_dtype)
     return {
         "file": {"kind": "control_net", **asdict(file), "dtype": dtypes[0], "computed": dtypes[1]},
@@ -106,9 +103,7 @@ def _dtype_name(dtype: torch.dtype | None) -> str:
 
 def network_of(control: ControlBase) -> torch.nn.Module | None:
     """Returns the ControlNet's network; None for a Control-LoRA, which makes one from its MODEL's as a run begins."""
-    if isinstance(control, ControlLora):
-        return None
-    return control.t2i_model if isinstance(control, T2IAdapter) else control.control_model
+    return None if isinstance(control, ControlLora) else shared_part(control)
 
 
 def weights_of(control: ControlBase) -> Iterable[Tensor]:

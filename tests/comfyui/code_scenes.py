@@ -85,7 +85,7 @@ def made_inside_of_a_function(rank: int, world: int) -> str:
 
 
 def hypernetwork_of_no_file(rank: int, world: int) -> str:
-    """The refusal of a patch of HypernetworkLoader whose file is in no folder of ComfyUI's."""
+    """The refusal of a patch of HypernetworkLoader that was made before its loader noted files."""
     path = os.path.join(tempfile.mkdtemp(), "hypernetwork.pt")
     layers = {"linear.weight": torch.randn(4, 4), "linear.bias": torch.zeros(4)}
     torch.save({4: [layers, layers]}, path)

@@ -12,7 +12,6 @@ from torch import nn
 from .pack import node_module, pack_module
 
 import comfy.controlnet  # isort: skip  # the pack's module has made ComfyUI importable
-import folder_paths  # isort: skip
 
 describe, errors = node_module("describe.describer"), pack_module("parallel_runtime.errors")
 files = node_module("describe.model_files")
@@ -51,21 +50,20 @@ def rows_that_its_network_has(rank: int, world: int, batch: int, index: int) -> 
     return [inside["x"].tolist(), after["x"].tolist(), inside["hint"].tolist(), inside["control_type"]]
 
 
-def searches_for_a_control_lora(rank: int, world: int, folder: str) -> int:
-    """How often the folder is searched for the file of a Control-LoRA that two runs use, each as a copy of its own."""
-    weights = {"a.up": torch.rand(4, 3), "a.down": torch.rand(3, 4)}
-    safetensors.torch.save_file(weights, os.path.join(folder, "control_lora.safetensors"))
-    folder_paths.add_model_folder_path("controlnet", folder)
-    loaded, find_file, searched = comfy.controlnet.ControlLora(weights), files.find_file, []
-    files.find_file = lambda *of: searched.append(of) or find_file(*of)
-    try:
-        for _ in range(2):
-            used = loaded.copy().set_cond_hint(torch.rand(1, 3, 8, 8))
-            described = describe.describer((1, 4, 1, 1)).describe(used, "the ControlNet")
-            assert described["file"]["path"].endswith("control_lora.safetensors")
-    finally:
-        files.find_file = find_file
-    return len(searched)
+def files_of_a_control_lora(rank: int, world: int, folder: str) -> list[str]:
+    """The files of two copies of a Control-LoRA of ComfyUI's loader; and why one of the same weights has none."""
+    weights = {"a.up": torch.rand(4, 3), "a.down": torch.rand(3, 4), "lora_controlnet": torch.zeros(1)}
+    safetensors.torch.save_file(weights, path := os.path.join(folder, "control_lora.safetensors"))
+    files.note_files()
+    read, made = comfy.controlnet.load_controlnet(path), comfy.controlnet.ControlLora(weights)
+    answers = []
+    for loaded in read, read, made:
+        used = loaded.copy().set_cond_hint(torch.rand(1, 3, 8, 8))
+        try:
+            answers.append(describe.describer((1, 4, 1, 1)).describe(used, "the ControlNet")["file"]["path"])
+        except errors.Refused as refused:
+            answers.append(str(refused))
+    return answers
 
 
 def _of_a_pack(*_: Any) -> None:

@@ -233,10 +233,10 @@ def test_a_worker_imports_a_pack_of_the_same_files_alone_and_says_why_not_anothe
     assert "new.py has changed since ComfyUI was started" in why["new"]
 
 
-def test_a_hypernetwork_of_no_file_is_refused_with_the_folder_that_lacks_it(alone: Group) -> None:
+def test_a_hypernetwork_that_no_loader_has_read_is_refused(alone: Group) -> None:
     (sentence,) = alone.run(f"{CODE}hypernetwork_of_no_file")
     assert sentence.startswith("attn1_patch contains a comfy_extras.nodes_hypernetwork.load_hypernetwork_patch")
-    assert sentence.endswith("no file in models/hypernetworks has its weights")
+    assert sentence.endswith("ComfyUI's loader has not read it from a file")
 
 
 def test_the_network_of_a_model_of_ours_is_not_called_outside_of_a_run(alone: Group) -> None:
@@ -363,7 +363,7 @@ def test_a_control_net_computes_the_rows_of_its_batch_group(alone: Group, batch:
 
 @pytest.mark.parametrize(
     ("what", "says"),
-    [("patched", "a LoRA, hooks or"), ("replaced", "another pack's code on it"), ("file", "no file of models/contr")],
+    [("patched", "a LoRA, hooks or"), ("replaced", "another pack's code on it"), ("file", "has not read from a file")],
 )
 def test_a_control_net_that_workers_cannot_load_says_why(alone: Group, what: str, says: str) -> None:
     assert says in alone.run(f"{CONTROL}refusal_of_one", what=what)[0]
@@ -555,8 +555,10 @@ def test_weights_that_are_too_large_to_send_are_refused_with_a_way_out_before_wo
     assert "save the merged MODEL" in reason
 
 
-def test_the_file_of_a_control_lora_is_searched_once(alone: Group, tmp_path: Path) -> None:
-    assert alone.run(f"{CONTROL}searches_for_a_control_lora", folder=str(tmp_path)) == [1]
+def test_all_copies_of_a_control_lora_have_the_file_that_comfyui_read_it_from(alone: Group, tmp_path: Path) -> None:
+    ((*copies, made),) = alone.run(f"{CONTROL}files_of_a_control_lora", folder=str(tmp_path))
+    assert copies == [str(tmp_path / "control_lora.safetensors")] * 2
+    assert "that ComfyUI's loader has not read from a file" in made
 
 
 def test_a_linked_model_is_named_by_the_path_that_the_user_chose(alone: Group, tmp_path: Path) -> None:
