@@ -14,6 +14,7 @@ from .classes.cp_loader import CPLoadDiffusionModel
 from .classes.cp_plan import CPPlan
 from .classes.cp_sampler import CPModel, CPSampler, CPSamplerAdvanced, CPSamplerCustom, CPSamplerCustomBasic
 from .classes.cp_vae import CPVAE
+from .describe.loader_nodes import note_loaders
 from .describe.model_files import note_files
 from .server.routes import add_routes
 from .server.start_ahead import on_prompt, start_with_comfyui
@@ -22,11 +23,12 @@ from .server.status_events import start_publishing, untested
 
 class ContextParallelExtension(ComfyExtension):
     async def on_load(self) -> None:
-        """Registers the prompt handler, routes, status events, what notes the files of models, and a log filter that
+        """Registers the prompt handler, routes, status events, what notes where models come from, and a log filter that
         hides tracebacks of ours."""
         if newer := untested():
             logging.getLogger(__name__).warning("[CP] %s", newer)
         note_files()
+        note_loaders()
         PromptServer.instance.add_on_prompt_handler(on_prompt)
         add_routes()
         start_publishing()

@@ -175,7 +175,9 @@ class ModelSpec:
     """A model by description: what a worker calls to load it, when the first job needs it.
 
     `loader` is `module:function` of ComfyUI, or a name that the worker knows; `arguments` are its positional arguments
-    as canonical JSON (nodes/describe/model.py), `index` selects one of several results. `weight_dtype` is ComfyUI's
+    as canonical JSON (nodes/describe/model.py), `index` selects one of several results. With a `weights_fingerprint`
+    it is the class of a node, `arguments` are the node's inputs and the folders of models, and the fingerprint tells
+    which of its results is the model. `weight_dtype` is ComfyUI's
     dtype of unquantised weights, `compute_dtype` that of computation, "" for its own choice. `dynamic_vram` tells
     whether the host has ComfyUI's dynamic VRAM, which does not round small layers to `weight_dtype`.
     `patches_fingerprint` identifies the stack of weight patches (LoRA and the like) on it by ComfyUI's `patches_uuid`,
@@ -209,7 +211,7 @@ class ModelSpec:
         """The name shown to users: that of the file, or of the loader where there is none; of a VAE its class."""
         if self.kind:
             return self.kind.partition("(")[0].rpartition(".")[2]
-        name = os.path.basename(self.files[0].path) if self.files else self.loader
+        name = os.path.basename(self.files[0].path) if self.files else self.loader.rpartition(":")[2]
         return name if self.partner is None else f"{name}, {self.partner.title}"
 
     @property

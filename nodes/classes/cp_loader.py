@@ -8,14 +8,17 @@ from nodes import NODE_CLASS_MAPPINGS, UNETLoader  # type: ignore[attr-defined] 
 from safetensors import SafetensorError, safe_open
 
 from ...parallel_runtime.errors import Refused
-from ...parallel_runtime.loading import gguf
 from ...parallel_runtime.loading.mapped import Mapped, load_mapped
+from ...parallel_runtime.loading.node_loader import load_by_node
 from ...parallel_runtime.request import ParallelRequest
+from ..describe.loader_nodes import NodeCall, note_call
 from ..describe.model_files import SAFETENSORS
 from ..describe.refused_event import announce_refusals
 from ..remote.remote_model import RemoteModelPatcher, without_weights
 from ..server.settings import request_from
 from .cp_config import CATEGORY, CPConfig
+
+GGUF_NODE = "UnetLoaderGGUF"
 
 
 class CPLoadDiffusionModel(io.ComfyNode):
@@ -59,10 +62,9 @@ def load_without_weights(name: str, weight_dtype: str, request: ParallelRequest)
     if name.endswith(".gguf"):
         if weight_dtype != "default":
             raise Refused("file.gguf.dtype", "weight_dtype", {"weight_dtype": "default"}, dtype=weight_dtype)
-        path = folder_paths.get_full_path_or_raise("unet_gguf", name)
-        arguments = (Mapped, gguf.pack_folder(NODE_CLASS_MAPPINGS[gguf.NODE]), path)
-        patcher = gguf.load(*arguments)
-        patcher.cached_patcher_init = (gguf.load, arguments)
+        call = NodeCall(GGUF_NODE, {"unet_name": name})
+        (patcher,) = load_by_node(Mapped, NODE_CLASS_MAPPINGS[call.node], call.inputs)
+        note_call(patcher.model, call)
         return without_weights(patcher, request)
     path = folder_paths.get_full_path_or_raise("diffusion_models", name)
     check_file(path)
@@ -89,5 +91,5 @@ def check_file(path: str) -> None:
 
 def _gguf_files() -> list[str]:
     """Returns the names of .gguf files; none where ComfyUI-GGUF is not installed."""
-    installed = gguf.NODE in NODE_CLASS_MAPPINGS and "unet_gguf" in folder_paths.folder_names_and_paths
+    installed = GGUF_NODE in NODE_CLASS_MAPPINGS and "unet_gguf" in folder_paths.folder_names_and_paths
     return folder_paths.get_filename_list("unet_gguf") if installed else []

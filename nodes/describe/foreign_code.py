@@ -25,6 +25,7 @@ from ...parallel_runtime.loading.code_names import Unsendable, is_comfyui, quali
 CUSTOM_NODES = f"{os.sep}custom_nodes{os.sep}"
 OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 OWNERS = ("comfy", "comfy_extras", "torch")  # packages whose code workers have
+GGUF_LAYER = "GGMLLayer"  # of ComfyUI-GGUF
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 NETWORKS = ("comfy.ldm.", "comfy.ops")  # modules whose code is in networks
 LOOP = (  # modules, and packages, whose code the workers run around the network
@@ -63,10 +64,10 @@ def why_replaced(model: ModelPatcher) -> Sentence | None:
     return say("unsendable.code", name=replaced[0][0], code=replaced[0][1]) if replaced else None
 
 
-def check_model(model: ModelPatcher) -> None:
-    """Raises Refused for a MODEL of another pack's class, and for methods that another pack has put onto it or onto
-    ComfyUI's model around the network."""
-    if _is_of_a_pack(type(model)):
+def check_model(model: ModelPatcher, *, of_pack: bool) -> None:
+    """Raises Refused for a MODEL of another pack's class, unless workers have it too (`of_pack`), and for methods that
+    another pack has put onto it or onto ComfyUI's model around the network."""
+    if not of_pack and _is_of_a_pack(type(model)):
         raise Refused("network.changed", what="the MODEL's class", code=_name_in_pack(type(model)))
     for owner in (model, model.model):
         for what, code in _methods_on(owner, type(owner).__name__):
@@ -77,6 +78,15 @@ def check_layers(network: nn.Module) -> None:
     """Raises Refused for a layer of another pack's class."""
     for name, code in foreign_layers(network):
         raise Refused("network.changed", what=name, code=code)
+
+
+def layers_of_packs(network: nn.Module) -> list[str]:
+    """Returns the first class of other packs' layers, if any, that may not compute each token by itself; those of
+    ComfyUI-GGUF do."""
+    kinds = dict.fromkeys(type(module) for module in network.modules())
+    foreign = (kind for kind in kinds if _is_of_a_pack(kind))
+    each_token = {kind for kind in kinds if GGUF_LAYER in [base.__name__ for base in kind.__mro__]}
+    return [_name_in_pack(kind) for kind in foreign if kind not in each_token][:1]
 
 
 def _patched_now(network: nn.Module) -> set[str]:

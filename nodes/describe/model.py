@@ -34,8 +34,7 @@ from ...parallel_runtime.errors import Refused
 from ...parallel_runtime.group.payload_cache import check_size
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.jobs import Described
-from ...parallel_runtime.loading import gguf
-from ...parallel_runtime.loading.code_names import Unsendable, is_of_a_pack, qualified_name, reference
+from ...parallel_runtime.loading.code_names import Unsendable, is_comfyui, is_of_a_pack, qualified_name, reference
 from ...parallel_runtime.loading.fingerprint import stat_file
 from ...parallel_runtime.loading.mapped import Mapped, has_dynamic_vram, load_mapped
 from ...parallel_runtime.planning.network_stats import NetworkStats, Work
@@ -46,11 +45,12 @@ from ...parallel_runtime.specs import ModelSpec, SourceFile
 from .batch_coupling import is_batch_coupled, network_couples_images
 from .control_nets import Conds, controls_of, count_residuals, gligens_of, weight_bytes
 from .describer import describer
-from .foreign_code import MERGES, check_code, check_layers, check_model, check_network
+from .foreign_code import MERGES, check_code, check_layers, check_model, check_network, layers_of_packs
 from .in_place import changed_attributes
 from .kernels import without_lse
+from .loader_nodes import spec_by_node
 from .local_devices import plan_inputs
-from .model_patches import OVERRIDE, check_network_patches, compilation, native_network, replaced_methods
+from .model_patches import OVERRIDE, check_network_patches, compilation, native_model, native_network, replaced_methods
 
 GUIDES = "guide_attention_entries"  # of a condition
 
@@ -173,16 +173,18 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> DescribedMo
     requested_dtype = dtype if dtype != "auto" else "" if cast is None else str(cast).removeprefix("torch.")
     spec = model_spec(model)
     network = native_network(model)
-    check_model(model)
+    check_model(model, of_pack=bool(spec.weights_fingerprint))
     check_network(network)
-    if spec.loader != gguf.LOADER:  # which has that pack's layers, in the workers too
+    if spec.weights_fingerprint:  # workers have the pack's layers too
+        attributes, undivided_by = "", layers_of_packs(network)
+    else:
         check_layers(network)
-    attributes = changed_attributes(model, spec.title, partial(_load_again, model))
+        attributes, undivided_by = changed_attributes(model, spec.title, partial(_load_again, model)), []
     runtime.first_seen[network] = spec.files
     architecture = architecture_of(network)
     options = model.model_options["transformer_options"]
     by_rows, replaced = isinstance(architecture, RowArchitecture), OVERRIDE in options
-    undivided_by = [] if by_rows else see_all_tokens(options.get("patches", {}))
+    undivided_by += [] if by_rows else see_all_tokens(options.get("patches", {}))
     undivided_by += padding_modes(network) if attributes else []
     if replaced and not attends_each_head(options[OVERRIDE]):
         undivided_by.append(f"the attention {qualified_name(options[OVERRIDE])}")
@@ -221,11 +223,12 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> DescribedMo
 def model_spec(model: ModelPatcher) -> ModelSpec:
     """Returns the call with which a worker loads this MODEL's network, without patches. Raises Refused where that is
     unknown."""
+    model = native_model(model)
     init = getattr(model, "cached_patcher_init", None)
-    if init is None:
-        if type(model).__name__ == gguf.PATCHER:
-            raise Refused("model.gguf")
-        raise Refused("model.nameless", kind=qualified_name(type(model)))
+    if init is None or not is_comfyui(init[0]):
+        spec = spec_by_node(model)
+        _check_first_seen(model, spec.files)
+        return spec
     loader, arguments, *index = init
     files = _files(model, arguments)
     name, arguments = _loader_call(loader, arguments, model.model.get_dtype())
@@ -235,7 +238,7 @@ def model_spec(model: ModelPatcher) -> ModelSpec:
         index=index[0] if index else None,
         files=files,
         weight_dtype=str(model.model.get_dtype()).removeprefix("torch."),
-        dynamic_vram=has_dynamic_vram() and loader is not gguf.load,
+        dynamic_vram=has_dynamic_vram(),
     )
 
 
@@ -243,8 +246,6 @@ def _load_again(model: ModelPatcher) -> Mapped:
     """Returns MODEL as its file gives it, with weights that are views of the mapped file."""
     assert model.cached_patcher_init is not None
     loader, arguments, *index = model.cached_patcher_init
-    if loader is gguf.load:
-        return gguf.load(*arguments)
     arguments = _with_dtype(loader, arguments, model.model.get_dtype())
     return load_mapped(Mapped, loader, arguments, index[0] if index else None)
 
@@ -252,8 +253,6 @@ def _load_again(model: ModelPatcher) -> Mapped:
 def _loader_call(
     loader: Callable[..., Any], arguments: tuple[Any, ...], dtype: torch.dtype
 ) -> tuple[str, tuple[Any, ...]]:
-    if loader is gguf.load:
-        return gguf.LOADER, arguments[1:]  # workers use another class of patcher
     try:
         name = reference(loader, "the loader")
     except Refused as refused:
@@ -285,9 +284,13 @@ def _files(model: ModelPatcher, arguments: tuple[Any, ...]) -> tuple[SourceFile,
         if not os.path.exists(path):
             raise Refused("model.gone", path=path)
     files = tuple(stat_file(path) for path in paths if os.path.isfile(path))
+    _check_first_seen(model, files)
+    return files
+
+
+def _check_first_seen(model: ModelPatcher, files: tuple[SourceFile, ...]) -> None:
     if runtime.first_seen.get(native_network(model), files) != files:
         raise Refused("model.changed", path=files[0].path)
-    return files
 
 
 def describe_weight_patches(model: ModelPatcher) -> Described:

@@ -26,7 +26,7 @@ from ...parallel_runtime.errors import Refused, Sentence, WorkerLost, say
 from ...parallel_runtime.group.machine_check import checked_plan
 from ...parallel_runtime.jobs import TWO_MODEL_GUIDERS, SamplingJob
 from ...parallel_runtime.loading.code_names import Unsendable, qualified_name, reference
-from ...parallel_runtime.loading.packs import note_failed_import, proven
+from ...parallel_runtime.loading.packs import note_failed_import, packs_named, proven
 from ...parallel_runtime.loading.random_states import set_random_states
 from ...parallel_runtime.request import ParallelRequest
 from ..describe.control_nets import controls_of
@@ -238,6 +238,7 @@ class RemoteSampling:
                     return self._sample_in_workers(guider, undivided, replace(job, batch_coupled=True), call, take_back)
                 except Refused:
                     raise error from None  # the degrees that were asked for need a split network
+            note_failed_import(packs_named(described.spec.loader), error)
             if not note_failed_import(job.packs, error):
                 raise
         return self(executor, *args, **kwargs)  # without these packs
@@ -280,7 +281,7 @@ class RemoteSampling:
             call.first_shape, text_tokens(guider.conds), prompts=prompts, cached=self.request.options.step_cache > 0
         )
         device = guider.model_patcher.load_device
-        steps = StepCallback(call.callback, device, job.packs)
+        steps = StepCallback(call.callback, device, [*job.packs, *packs_named(described.spec.loader)])
         inputs = described.inputs(self.request, work, guided=guided, batch_coupled=job.batch_coupled)
         with lease_with_plan(described.spec, inputs, self.request.after_sampling) as (lease, plan):
             result = lease.run(plan, replace(job, entries_per_call=plan.entries_per_call), on_step=steps.on_step)

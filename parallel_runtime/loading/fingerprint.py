@@ -84,3 +84,13 @@ def _sample(tensor: Tensor) -> Tensor:
     """Returns the sampled numbers in main memory, one after another."""
     flat = tensor.detach().reshape(-1)
     return flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES].cpu()
+
+
+def stored_samples(weight: Tensor, dtype: torch.dtype | None) -> list[Tensor]:
+    """Returns samples of the tensors that a weight of any class is stored in; of a plain one rounded to `dtype`."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if hasattr(weight, "__tensor_flatten__"):
+            inner = (getattr(weight, name) for name in weight.__tensor_flatten__()[0])
+            return [sample for part in inner for sample in stored_samples(part, None)]
+        sample = _sample(weight.as_subclass(Tensor))
+        return [sample.to(dtype) if dtype is not None and sample.is_floating_point() else sample]

@@ -8,7 +8,8 @@ that has more free memory than the machine, before anybody asks for it: here all
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import comfy.memory_management
@@ -124,15 +125,26 @@ def load_mapped(kind: type[Kind], load: Callable[..., Any], arguments: Sequence[
 
     Formats that a loader holds in wrappers of its own (quantised, GGUF) stay as it made them.
     """
+    with calls_loader(kind):
+        made = load(*arguments)
+    return with_views(made if index is None else made[index])
+
+
+@contextmanager
+def calls_loader(kind: type[Mapped]) -> Iterator[None]:
+    """Has ComfyUI's loaders, in this context, make a `kind` of patcher with weights that are views of the file."""
     patcher_class, first_device = comfy.model_patcher.CoreModelPatcher, comfy.model_management.unet_inital_load_device
     comfy.model_patcher.CoreModelPatcher, Mapped._assigning = kind, True
     comfy.model_management.unet_inital_load_device = lambda *_: torch.device("cpu")
     try:
-        made = load(*arguments)
+        yield
     finally:
         comfy.model_patcher.CoreModelPatcher, Mapped._assigning = patcher_class, False
         comfy.model_management.unet_inital_load_device = first_device
-    patcher: Kind = made if index is None else made[index]
+
+
+def with_views(patcher: Kind) -> Kind:
+    """Returns a loaded patcher, which keeps its weights in main memory for unloading."""
     # Not `.data`, which is of a wrapper's class without what makes it one.
     patcher.file_views = {name: parameter.detach() for name, parameter in patcher.model.named_parameters()}
     return patcher

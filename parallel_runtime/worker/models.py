@@ -209,6 +209,7 @@ class Models:
         if spec.unpatched not in self._models:
             with refuse_on_all_ranks():
                 check_files(spec.all_files)
+            with refuse_on_all_ranks():
                 loaded = self._loaders[type(job)](spec, self._device, on_progress, job)
             self.block_counter.watch(loaded.network)
             self._models[spec.unpatched] = loaded

@@ -107,7 +107,7 @@ def test_it_speaks_the_users_language_refusals_too(page: Any) -> None:
 
 
 def test_a_model_that_cannot_run_is_said_without_a_picture_and_stays_on_the_node(page: Any) -> None:
-    patched = ["CPTestForeignWrapper", 340, 0, {"kind": "no_file"}]
+    patched = ["CPTestForeignWrapper", 340, 0, {"kind": "copied"}]
     links = [[0, 0, 3, "model"], [3, 0, 4, "model"], [1, 0, 4, "positive"], [2, 0, 4, "latent_image"]]
     put(page, [LOADER, PROMPT, LATENT, patched, ["CPPlan", 700, 0, {}]], links)
     page.get_by_test_id(RUN).click()

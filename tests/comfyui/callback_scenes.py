@@ -14,7 +14,6 @@ import comfy.model_management  # isort: skip  # the pack's module has made Comfy
 import comfy.sample  # isort: skip
 import comfy.samplers  # isort: skip
 import comfy.sd  # isort: skip
-import folder_paths  # isort: skip
 import torch  # isort: skip
 from comfy_extras.nodes_custom_sampler import Noise_EmptyNoise, SamplerCustomAdvanced  # isort: skip
 from torch import Tensor  # isort: skip
@@ -22,22 +21,12 @@ from torch import Tensor  # isort: skip
 from .vae_scenes import _cp_vae  # isort: skip
 
 demo, remote, routes = (node_module(name) for name in ("classes.cp_demo", "remote.sampling_run", "server.routes"))
-gguf, mapped = pack_module("parallel_runtime.loading.gguf"), pack_module("parallel_runtime.loading.mapped")
 readings = pack_module("parallel_runtime.wire.readings").Readings
 errors, specs = pack_module("parallel_runtime.errors"), pack_module("parallel_runtime.specs")
 runtime = pack_module("parallel_runtime.group.runtime").runtime
 
 sys.argv[1:] = ["--cpu", "--force-fp32", "--use-pytorch-cross-attention"]  # as this ComfyUI runs, its workers shall
 ONE = pack_module("parallel_runtime.request").ParallelRequest(devices="cpu")
-PACK = """
-import comfy.sd, folder_paths
-from comfy.model_patcher import ModelPatcher
-class GGUFModelPatcher(ModelPatcher):
-    pass
-class UnetLoaderGGUF:
-    def load_unet(self, name):
-        return (comfy.sd.load_diffusion_model(folder_paths.get_full_path("unet", name)),)
-"""
 
 
 def in_a_callback(rank: int, world: int, what: str) -> dict[str, Any]:
@@ -163,29 +152,6 @@ def delivered(rank: int, world: int, steps: list[list[float]], last: list[float]
         watcher.on_step(int(step), torch.tensor(x0), torch.tensor(x0), 4)
     watcher.finish((int(last[0]), torch.tensor(last[1]), torch.tensor(last[1]), 4))
     return given
-
-
-def folders_after_a_gguf(rank: int, world: int, folder: str) -> dict[str, Any]:
-    """Of two files of one name: which one a GGUF pack's loader reads from a subfolder, and which one others do then."""
-    top, below = os.path.join(folder, "models"), os.path.join(folder, "models", "quant")
-    pack = os.path.join(folder, "custom_nodes", "gguf")
-    for each in (below, pack):
-        os.makedirs(each)
-    for path in (os.path.join(top, "x.safetensors"), os.path.join(below, "x.safetensors")):
-        os.symlink(demo.MODEL, path)
-    for name, text in (("__init__.py", "from . import nodes"), ("nodes.py", PACK)):
-        with open(os.path.join(pack, name), "w") as file:
-            file.write(text)
-    folder_paths.add_model_folder_path("diffusion_models", top)
-    listed = folder_paths.get_filename_list("diffusion_models")
-    before = folder_paths.get_folder_paths("diffusion_models")
-    patcher = gguf.load(mapped.Mapped, pack, os.path.join(below, "x.safetensors"))
-    return {
-        "loaded": os.path.relpath(patcher.cached_patcher_init[1][0], top),
-        "then": os.path.relpath(folder_paths.get_full_path("diffusion_models", "x.safetensors"), top),
-        "folders": folder_paths.get_folder_paths("diffusion_models") == before,
-        "names": folder_paths.get_filename_list("diffusion_models") == listed,
-    }
 
 
 def path_of_a_link(rank: int, world: int, folder: str) -> str:

@@ -349,11 +349,6 @@ def test_the_last_step_is_delivered_once_also_where_several_have_its_number(alon
     assert dropped == arrived == [[3, 1.0], [3, 9.0]]
 
 
-def test_a_gguf_file_in_a_subfolder_changes_nothing_for_other_loaders(alone: Group, tmp_path: Path) -> None:
-    (answer,) = alone.run(f"{CALLBACK}folders_after_a_gguf", folder=str(tmp_path))
-    assert answer == {"loaded": "quant/x.safetensors", "then": "x.safetensors", "folders": True, "names": True}
-
-
 @pytest.mark.parametrize(("batch", "index", "rows"), [(4, 0, [0, 1]), (4, 1, [2, 3]), (1, 0, [0]), (1, 1, [0])])
 def test_a_control_net_computes_the_rows_of_its_batch_group(alone: Group, batch: int, index: int, rows: list) -> None:
     """An idle group computes one, as of the network; a picture for all rows, and what is no rows, stay as they are."""

@@ -178,10 +178,10 @@ def test_one_line_of_the_log_says_why_the_loop_stays_in_comfyuis_process(server:
     assert "Residuals" in lines[0]
 
 
-def test_a_loader_that_names_no_file_is_refused_by_name_before_a_worker_starts(server: Server) -> None:
+def test_a_model_that_no_loader_has_made_is_refused_by_name_before_a_worker_starts(server: Server) -> None:
     before = server.children()
     with pytest.raises(NodeError, match=r"(?s)Refused: .*does not say which file.*take the MODEL from"):
-        server.client.run(on_the_model("CPTestForeignWrapper", kind="no_file")(RING_2))
+        server.client.run(on_the_model("CPTestForeignWrapper", kind="copied")(RING_2))
     assert server.children() == before
 
 

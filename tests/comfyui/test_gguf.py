@@ -1,17 +1,20 @@
-"""GGUF files, by CP Load Diffusion Model and the loader of ComfyUI-GGUF, where that pack is installed."""
+"""GGUF files, by CP Load Diffusion Model and the loaders of ComfyUI-GGUF, where that pack is installed, or
+$COMFYUI_GGUF_PATH is a checkout of it."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from .cases import DEGREES
-from .client import Graph, NodeError
+from .client import Graph
 from .comfy import ComfyInstall
 from .graphs import Job, Parallel, sampling_graph, with_loras
 from .latents import apart, latent_of
@@ -38,7 +41,7 @@ writer.write_header_to_file(), writer.write_kv_data_to_file(), writer.write_tens
 
 @pytest.fixture(scope="module")
 def gguf_server(comfy: ComfyInstall) -> Iterator[Server]:
-    pack = comfy.root / "custom_nodes" / "ComfyUI-GGUF"
+    pack = Path(os.environ.get("COMFYUI_GGUF_PATH") or comfy.root / "custom_nodes" / "ComfyUI-GGUF")
     if not (pack / "nodes.py").is_file():
         pytest.skip(f"NO COMFYUI-GGUF: looked at {pack}")
     if subprocess.run([comfy.python, "-c", "import gguf"], capture_output=True).returncode:
@@ -61,12 +64,13 @@ def picture(kind: str, loader: str, parallel: Parallel | None, *, lora: bool = F
 @pytest.mark.parametrize("lora", [False, True], ids=["plain", "lora"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("degrees", "bar"), BARS)
+@pytest.mark.parametrize("loader", ["UnetLoaderGGUF", "CPLoadDiffusionModel"])
 def test_a_gguf_file_is_sampled_as_with_the_packs_own_loader(
-    gguf_server: Server, degrees: str, bar: float, kind: str, lora: bool
+    gguf_server: Server, loader: str, degrees: str, bar: float, kind: str, lora: bool
 ) -> None:
     native = latent_of(gguf_server.client.run(picture(kind, "UnetLoaderGGUF", None, lora=lora)))
-    got = latent_of(gguf_server.client.run(picture(kind, "CPLoadDiffusionModel", DEGREES[degrees], lora=lora)))
-    print(f"APART {kind} {degrees} {apart(got, native):.1e}")
+    got = latent_of(gguf_server.client.run(picture(kind, loader, DEGREES[degrees], lora=lora)))
+    print(f"APART {loader} {kind} {degrees} {apart(got, native):.1e}")
     assert apart(got, native) <= bar
 
 
@@ -105,6 +109,11 @@ def test_a_lora_goes_without_a_trace(gguf_server: Server, mode: str) -> None:
     assert apart(patched, before) > 1e-3
 
 
-def test_the_packs_own_node_names_no_file_so_the_way_out_is_named(gguf_server: Server) -> None:
-    with pytest.raises(NodeError, match=r"ComfyUI-GGUF does not say which file.*CP Load Diffusion Model"):
-        gguf_server.client.run(picture("Q8_0", "UnetLoaderGGUF", DEGREES["ring_2"]))
+def test_the_packs_other_loader_has_its_own_dtypes_in_the_workers_too(gguf_server: Server) -> None:
+    def sampled(parallel: Parallel | None, dtype: str) -> Tensor:
+        graph = picture("Q8_0", "UnetLoaderGGUFAdvanced", parallel)
+        graph["model"]["inputs"] |= {"dequant_dtype": dtype, "patch_dtype": "default", "patch_on_device": False}
+        return latent_of(gguf_server.client.run(graph))
+
+    assert apart(sampled(DEGREES["ring_2"], "bfloat16"), want := sampled(None, "bfloat16")) <= 1e-5
+    assert apart(sampled(None, "float32"), want) > 1e-4

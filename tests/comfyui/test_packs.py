@@ -233,7 +233,7 @@ def test_a_cp_model_may_go_into_a_cp_sampler(server: Server) -> None:
 
 
 def test_a_model_of_no_known_file_is_refused_by_cp_model_itself(server: Server) -> None:
-    graph = behind_cp_model(on_the_model("CPTestForeignWrapper", kind="no_file"))(SPLIT)
+    graph = behind_cp_model(on_the_model("CPTestForeignWrapper", kind="copied"))(SPLIT)
     graph["late"]["inputs"]["model"], graph["changed"]["inputs"]["model"] = link("changed"), link("model")
     graph["sampler"]["inputs"]["model"] = link("late")
     with pytest.raises(NodeError, match=r"(?s)CPModel: .*Refused: .*does not say which file"):

@@ -20,15 +20,17 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ...architectures import architecture_of
-from ...engine.comm.votes import all_gather_int, any_rank
+from ...engine.comm.ranks import rank
+from ...engine.comm.votes import all_gather_int, any_rank, refuse_on_all_ranks
 from ...engine.graphs.graph_runner import Unrecordable
 from ...engine.weights.prefetch import RankPlacement
 from ...errors import Refused
 from ...jobs import Described, Job
-from ...loading import gguf
 from ...loading.code_names import named
 from ...loading.mapped import load_mapped
+from ...loading.node_loader import load_same
 from ...loading.object_codec import rebuild
+from ...loading.packs import import_pack, packs_named
 from ...specs import Compilation, ModelSpec, Parallelism
 from ..models import Model
 from ..step_cache import StepCache
@@ -197,14 +199,37 @@ class ComfyModel(Model):
         self.patcher.give_back(nbytes)
 
 
+def import_packs(packs: Sequence[str]) -> None:
+    """Imports PACK@FINGERPRINTs: rank 0 first, since packs may write files then, and the others after it. Raises
+    Refused on all ranks where one cannot. Collective."""
+    for first in (True, False):
+        with refuse_on_all_ranks():
+            for pack in packs if first == (rank() == 0) else ():
+                import_pack(pack)
+
+
 def load(
     additional: AdditionalModels, spec: ModelSpec, device: torch.device, on_progress: Callable[[float], None], _: Job
 ) -> ComfyModel:
-    """Loads the model. Raises Refused where this rank's ComfyUI has the weights in another dtype than the host's."""
+    """Loads the model, and that of the negative prompt. Raises Refused where this rank cannot. Collective."""
+    import_packs([pack for one in (spec, spec.partner) if one for pack in packs_named(one.loader)])
+    partner = None if spec.partner is None else _load(additional, spec.partner, device, on_progress)
+    return _load(additional, spec, device, on_progress, partner)
+
+
+def _load(
+    additional: AdditionalModels,
+    spec: ModelSpec,
+    device: torch.device,
+    on_progress: Callable[[float], None],
+    partner: ComfyModel | None = None,
+) -> ComfyModel:
+    """Loads one model. Raises Refused where this rank's ComfyUI has the weights in another dtype than the host's, or
+    the node that made a pack's MODEL makes another one."""
     on_progress(0.0)
     arguments = json.loads(spec.arguments, object_hook=_out_of_json)
-    if spec.loader == gguf.LOADER:
-        patcher: Any = gguf.load(RankPatcher, *arguments)
+    if spec.weights_fingerprint:
+        patcher: Any = load_same(RankPatcher, named(spec.loader), arguments, spec.weights_fingerprint)
     else:
         patcher = load_mapped(RankPatcher, named(spec.loader), arguments, spec.index)
     dtype = str(patcher.model.get_dtype()).removeprefix("torch.")
@@ -222,7 +247,7 @@ def load(
         patcher=patcher,
         device=device,
         additional=additional,
-        partner=None if spec.partner is None else load(additional, spec.partner, device, on_progress, _),
+        partner=partner,
     )
 
 

@@ -23,7 +23,6 @@ from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 
 from ...engine.comm.mesh import MeshDim
-from ...engine.comm.ranks import rank
 from ...engine.comm.votes import refuse_on_all_ranks
 from ...engine.pipeline.pipefusion import PipeFusion
 from ...errors import Refused
@@ -31,13 +30,13 @@ from ...jobs import TWO_MODEL_GUIDERS, SamplingJob
 from ...loading.code_names import named
 from ...loading.object_codec import Rebuilder, described_plainly
 from ...loading.pack_globals import changed_globals, set_globals
-from ...loading.packs import import_pack, packs_named
+from ...loading.packs import packs_named
 from ...loading.random_states import random_states, set_random_states
 from ..batch_groups import all_gather, entry_by_entry, local_items
 from ..process.progress import Progress
 from ..process.sampler_noise import SamplerNoise
 from ..step_cache import StepCache
-from .comfy_model import ComfyModel
+from .comfy_model import ComfyModel, import_packs
 from .control_division import divided, of_conds, own_entries
 from .patcher import RankPatcher
 from .unchanged import Unchanged
@@ -97,15 +96,6 @@ def run(model: ComfyModel, job: SamplingJob, progress: Progress) -> dict[str, An
         "samples": samples, "last": last, "skipped": skipped, "random_states": random_states(model.device),
         "changes": changes, "globals": described_plainly(changed_globals(made["globals"])), "lost": lost,
     }  # fmt: skip
-
-
-def import_packs(packs: Sequence[str]) -> None:
-    """Imports PACK@FINGERPRINTs: rank 0 first, since packs may write files then, and the others after it. Raises
-    Refused on all ranks where one cannot. Collective."""
-    for first in (True, False):
-        with refuse_on_all_ranks():
-            for pack in packs if first == (rank() == 0) else ():
-                import_pack(pack)
 
 
 def _put_on(patcher: RankPatcher, model: ComfyModel, on_model: list[Any], job: SamplingJob) -> None:

@@ -11,6 +11,7 @@ from .graph_ends import Conditioning, Latent, SaveLatent, Wait
 from .odd_conditions import OddCondition
 from .one_ulp import OneUlp
 from .pack_code import NODES as PACK_CODE
+from .pack_loaders import NODES as PACK_LOADERS
 from .pictures import Draw, Heard, Pictures, SaveConcat, SavePictures, Seed, Seen
 from .refusables import AttentionPatch, Control, ForeignWrapper, RealControl, Tampered
 from .shapes import NODES as SHAPES
@@ -31,7 +32,7 @@ class TestNodes(ComfyExtension):
             ForeignWrapper,
             Tampered,
         ]
-        return [*ends, *pictures, *foreign, *PACK_CODE, *TINY_MODELS, *SHAPES]
+        return [*ends, *pictures, *foreign, *PACK_CODE, *PACK_LOADERS, *TINY_MODELS, *SHAPES]
 
 
 async def comfy_entrypoint() -> ComfyExtension:

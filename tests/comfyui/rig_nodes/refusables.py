@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from functools import partial
 from types import MethodType
@@ -105,6 +106,9 @@ class Residuals(comfy.controlnet.ControlBase):
         return self
 
 
+UNNAMED = {"no_file": lambda model: model, "copied": copy.copy}  # a copy is made by no loader
+
+
 class ForeignWrapper(io.ComfyNode):
     """MODEL as a custom node pack leaves it, by `kind`: most are the kind of a wrapper around its sampling, and
     "options: " with a kind is one in its model options that halves what it wraps."""
@@ -135,8 +139,8 @@ class ForeignWrapper(io.ComfyNode):
             patched.set_model_patch(comfy.model_management.get_torch_device_name, kind)
         elif kind == "no_guidance":  # a plain value in place of the network's own
             patched.add_object_patch("diffusion_model.params.guidance_embed", False)
-        elif kind == "no_file":
-            patched.cached_patcher_init = None
+        elif kind in UNNAMED:
+            patched.cached_patcher_init, patched.model = None, UNNAMED[kind](patched.model)
         elif kind == "masks of channels":
             add_wrapper("outer_sample", _other_masks, patched.model_options, is_model_options=True)
         elif kind.startswith("options: "):

@@ -30,4 +30,20 @@ class Unimportable:
         return (patched,)
 
 
-NODE_CLASS_MAPPINGS = {f"CPTest {NAME}": Unimportable}
+class UnimportableLoader:
+    RETURN_TYPES, FUNCTION, CATEGORY = ("MODEL",), "load", "cp test"
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {"required": {"name": ("STRING", {})}}
+
+    def load(self, name: str) -> tuple[Any]:
+        import comfy.sd
+        import comfy.utils
+        import folder_paths
+
+        path = folder_paths.get_full_path_or_raise("diffusion_models", name)
+        return (comfy.sd.load_diffusion_model_state_dict(comfy.utils.load_torch_file(path)),)
+
+
+NODE_CLASS_MAPPINGS = {f"CPTest {NAME}": Unimportable, f"CPTest {NAME} loader": UnimportableLoader}
