@@ -1,4 +1,4 @@
-"""CP Load Diffusion Model: a MODEL without weights in ComfyUI's process, for CP samplers and all other samplers."""
+"""CP Load Diffusion Model: a MODEL whose weights only the workers read, in every sampler node."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ...parallel_runtime.errors import Refused
 from ...parallel_runtime.loading.mapped import Mapped, load_mapped
 from ...parallel_runtime.loading.node_loader import load_by_node
 from ...parallel_runtime.request import ParallelRequest
-from ..describe.loader_nodes import NodeCall, note_call
+from ..describe.loader_nodes import note_call
 from ..describe.model_files import SAFETENSORS
 from ..describe.refused_event import announce_refusals
-from ..remote.remote_model import RemoteModelPatcher, without_weights
+from ..remote.sampling_run import sampled_on_workers
 from ..server.settings import request_from
 from .cp_config import CATEGORY, CPConfig
 
@@ -28,8 +28,8 @@ class CPLoadDiffusionModel(io.ComfyNode):
             node_id="CPLoadDiffusionModel",
             display_name="CP Load Diffusion Model",
             category=CATEGORY,
-            description="A MODEL whose weights are in the workers only. For CP samplers; every other sampler and "
-            "guider works too, but slower: every model call goes to the workers and back.",
+            description="A MODEL whose weights are in the workers only: every sampler node, of any pack, samples it "
+            "there.",
             search_aliases=["load diffusion model", "unet loader", "gguf", "multi gpu"],
             inputs=[
                 io.Combo.Input(
@@ -53,26 +53,25 @@ class CPLoadDiffusionModel(io.ComfyNode):
     def execute(
         cls, unet_name: str, weight_dtype: str = "default", cp_config: ParallelRequest | None = None
     ) -> io.NodeOutput:
-        return io.NodeOutput(load_without_weights(unet_name, weight_dtype, request_from(cp_config)))
+        return io.NodeOutput(sampled_on_workers(load_for_workers(unet_name, weight_dtype), request_from(cp_config)))
 
 
-def load_without_weights(name: str, weight_dtype: str, request: ParallelRequest) -> RemoteModelPatcher:
-    """Returns ComfyUI's MODEL of a file, as Load Diffusion Model loads it. Its weights are views of the mapped file,
-    which are never read."""
+def load_for_workers(name: str, weight_dtype: str) -> Mapped:
+    """Returns ComfyUI's MODEL of a file, as Load Diffusion Model loads it. Its weights are views of the mapped file, of
+    which only samples are read."""
     if name.endswith(".gguf"):
         if weight_dtype != "default":
             raise Refused("file.gguf.dtype", "weight_dtype", {"weight_dtype": "default"}, dtype=weight_dtype)
-        call = NodeCall(GGUF_NODE, {"unet_name": name})
-        (patcher,) = load_by_node(Mapped, NODE_CLASS_MAPPINGS[call.node], call.inputs)
-        note_call(patcher.model, call)
-        return without_weights(patcher, request)
+        inputs = {"unet_name": name}
+        (patcher,) = load_by_node(Mapped, NODE_CLASS_MAPPINGS[GGUF_NODE], inputs)
+        note_call(patcher.model, GGUF_NODE, inputs)
+        return patcher
     path = folder_paths.get_full_path_or_raise("diffusion_models", name)
     check_file(path)
     try:
-        patcher = load_mapped(Mapped, UNETLoader().load_unet, (name, weight_dtype), 0)
+        return load_mapped(Mapped, UNETLoader().load_unet, (name, weight_dtype), 0)
     except RuntimeError as error:  # ComfyUI's loader raises it for a file that it cannot use
         raise Refused("file.unloadable", path=path, reason=" ".join(str(error).split())) from None
-    return without_weights(patcher, request)
 
 
 def check_file(path: str) -> None:

@@ -28,13 +28,13 @@ from ...parallel_runtime.planning.run_plan import RunPlan
 from ...parallel_runtime.request import ParallelRequest
 from ..describe.control_nets import Conds, controls_of, weight_bytes
 from ..describe.describer import describer
-from ..describe.foreign_code import check_loop
+from ..describe.foreign_code import check_loop, why_replaced
 from ..describe.model import DescribedModel, describe_model
 from ..describe.refused_event import announce_refusals
 from ..describe.sampling_job import check_conds, check_latent, describe_conds, describe_on_model, text_tokens
 from ..describe.vae import explain_decode
 from ..remote.lease import dry_run, run_kind
-from ..remote.sampling_run import model_on_workers, why_native
+from ..remote.sampling_run import model_on_workers
 from ..server.settings import request_from
 from ..server.status_events import untested
 from .cp_config import CATEGORY, CPConfig
@@ -126,7 +126,7 @@ def _explain(
     samples a few steps first, on the plan's workers and on fewer."""
     conds = {"positive": comfy.sampler_helpers.convert_cond(positive)}
     nothing: dict[str, Any] = {"fix": [], "times": [], "split": None, "cost": None}
-    if (reason := why_native(model)) is not None:
+    if (reason := why_replaced(model)) is not None:
         return Report(rows=(Row("", say("run.native", reason=reason), "trouble"),)), nothing, request
     try:
         described = describe_model(model, request).guided_by(conds)

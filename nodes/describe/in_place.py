@@ -63,14 +63,26 @@ def changed_attributes(model: ModelPatcher, path: str, load: Callable[[], Mapped
     ModelSpec. Raises Refused for weights, modules and other values that are not."""
     model = native_model(model)
     network = model.model.diffusion_model
-    loaded, parts = _loaded.get(network) or _load(load), dict(_parts(model.model))
+    loaded, parts = _loaded.get(network) or _load(load), dict(_parts(model.model.latent_format, network))
     for name, before in model.object_patches_backup.items():  # as it is without the MODEL that ComfyUI has loaded now
         if isinstance(before, nn.Module):
             parts |= dict(before.named_modules(prefix=name))
     _check_modules(parts, loaded, path)
     _check_weights(parts, model, loaded, path)
     _loaded[network] = loaded  # not before: the file may have been replaced, and put back later
-    changed = dict(_changed_values(parts, model, loaded))
+    return _plain_changes(parts, model, loaded.parts, path)
+
+
+def changed_since_made(model: ModelPatcher, made: dict[str, Part], path: str) -> str:
+    """Returns as `changed_attributes` what plain attributes are not as `made`, `parts_of` a network as a node put it
+    into its model. Workers compare its layers and weights."""
+    parts = dict(_parts(model.model.latent_format, model.model.diffusion_model))
+    kept = {name: part for name, part in made.items() if name in parts and _kind_of(parts[name]) == part.kind}
+    return _plain_changes(parts, model, kept, path)
+
+
+def _plain_changes(parts: dict[str, Any], model: ModelPatcher, before: dict[str, Part], path: str) -> str:
+    changed = dict(_changed_values(parts, model, before))
     for name, (found, expected) in changed.items():
         if not isinstance(found, PLAIN) or not isinstance(expected, PLAIN):
             _refuse(name, quoted(found), quoted(expected), path)
@@ -83,7 +95,8 @@ def _refuse(name: str, found: str, expected: str, path: str) -> None:
 
 def _load(load: Callable[[], Mapped]) -> Loaded:
     with torch.random.fork_rng(devices=()), _missing_weights() as missing:
-        owners = dict(_parts(load().model))
+        model = load().model
+    owners = dict(_parts(model.latent_format, model.diffusion_model))
     parts = {path: _part(owner) for path, owner in owners.items()}
     weights = {name: weight for name, weight in _weights(owners, parts) if name not in missing}
     return Loaded(
@@ -115,10 +128,14 @@ def _missing_weights() -> Iterator[set[str]]:
         BaseModel.load_model_weights = load_weights
 
 
-def _parts(model: BaseModel) -> Iterator[tuple[str, Any]]:
+def parts_of(latent_format: Any, network: nn.Module) -> dict[str, Part]:
+    return {path: _part(owner) for path, owner in _parts(latent_format, network)}
+
+
+def _parts(latent_format: Any, network: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yields the LatentFormat, all modules of the network, and ComfyUI's own objects that are their attributes."""
-    yield LATENT_FORMAT, model.latent_format
-    for path, module in model.diffusion_model.named_modules(prefix=NETWORK):
+    yield LATENT_FORMAT, latent_format
+    for path, module in network.named_modules(prefix=NETWORK):
         yield path, module
         values = vars(module)
         kinds: set[Any] = {*map(type, values.values())}  # a few, which are quicker to look at than all values
@@ -178,11 +195,11 @@ def _check_modules(parts: dict[str, Any], loaded: Loaded, path: str) -> None:
 
 
 def _changed_values(
-    parts: dict[str, Any], model: ModelPatcher, loaded: Loaded
+    parts: dict[str, Any], model: ModelPatcher, before: dict[str, Part]
 ) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """Yields the names of plain attributes that differ, with the value found and the file's. What an object patch of
+    """Yields the names of plain attributes that differ, with the value found and that `before`. What an object patch of
     some MODEL has replaced is as it was before."""
-    for path, part in loaded.parts.items():
+    for path, part in before.items():
         now = vars(parts[path])
         expected = part.values
         if more := [name for name in now.keys() - part.names if not _is_bookkeeping(name)]:

@@ -26,14 +26,17 @@ from ...parallel_runtime.loading.code_names import Unsendable, qualified_name, r
 from ...parallel_runtime.loading.fingerprint import stat_file
 from ...parallel_runtime.loading.node_loader import network_fingerprint
 from ...parallel_runtime.specs import ModelSpec
+from .in_place import NETWORK, Part, changed_since_made, parts_of
 
 
 @dataclass(frozen=True)
 class NodeCall:
-    """A node of the prompt that ran, with its inputs there: values, or links to other nodes."""
+    """A node of the prompt that ran, with its inputs there, values or links to other nodes, and the network as the node
+    put it into a model."""
 
     node: str
     inputs: dict[str, Any]
+    made: dict[str, Part]
 
 
 _calls: MutableMapping[Any, NodeCall] = WeakIdKeyDictionary()  # by ComfyUI's model around the network
@@ -44,19 +47,21 @@ def note_loaders() -> None:
     register_module_module_registration_hook(_note)
 
 
-def _note(owner: nn.Module, name: str, _: nn.Module | None) -> None:
-    if name == "diffusion_model" and isinstance(owner, BaseModel) and (running := get_executing_context()):
+def _note(owner: nn.Module, name: str, network: nn.Module | None) -> None:
+    if name == NETWORK and isinstance(owner, BaseModel) and network and (running := get_executing_context()):
         node = get_progress_state().dynprompt.get_node(running.node_id)
-        note_call(owner, NodeCall(node["class_type"], dict(node["inputs"])))
+        made = parts_of(owner.latent_format, network)
+        _calls[owner] = NodeCall(node["class_type"], dict(node["inputs"]), made)
 
 
-def note_call(model: BaseModel, call: NodeCall) -> None:
-    _calls[model] = call
+def note_call(model: BaseModel, node: str, inputs: dict[str, Any]) -> None:
+    """Has workers call this node for the MODEL that it has just made."""
+    _calls[model] = NodeCall(node, inputs, parts_of(model.latent_format, model.diffusion_model))
 
 
 def spec_by_node(model: ModelPatcher) -> ModelSpec:
-    """Returns the call of the node with which workers load this MODEL. Raises Refused, by the node's name, where they
-    cannot call it."""
+    """Returns the call of the node with which workers load this MODEL, and plain attributes that have changed since.
+    Raises Refused, by the node's name, where they cannot call it."""
     call = _calls.get(model.model)
     if call is None:
         raise Refused("model.nameless", kind=qualified_name(type(model)))
@@ -76,5 +81,6 @@ def spec_by_node(model: ModelPatcher) -> ModelSpec:
         files=tuple(stat_file(path) for path in sorted(filter(None, files))),
         weight_dtype=str(model.model.get_dtype()).removeprefix("torch."),
         dynamic_vram=model.is_dynamic(),
+        attributes=changed_since_made(model, call.made, call.node),
         weights_fingerprint=network_fingerprint(model),
     )

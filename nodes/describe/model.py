@@ -176,7 +176,7 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> DescribedMo
     check_model(model, of_pack=bool(spec.weights_fingerprint))
     check_network(network)
     if spec.weights_fingerprint:  # workers have the pack's layers too
-        attributes, undivided_by = "", layers_of_packs(network)
+        attributes, undivided_by = spec.attributes, layers_of_packs(network)
     else:
         check_layers(network)
         attributes, undivided_by = changed_attributes(model, spec.title, partial(_load_again, model)), []

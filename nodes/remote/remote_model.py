@@ -40,7 +40,7 @@ from ..describe.model_patches import (
     replaced_methods,
 )
 from ..describe.refused_event import announce_refusals
-from ..describe.sampling_job import FULL_RUN_OPTIONS, MULTIGPU
+from ..describe.sampling_job import MULTIGPU
 from .comfy_memory import CPU, GroupModel, WeightlessPatcher
 from .lease import lease_with_plan
 
@@ -163,9 +163,6 @@ class RemoteEvaluation:
 
     def begin(self, model: ModelPatcher) -> None:
         """Describes MODEL for the evaluations that follow. Raises Refused where no worker could have its network."""
-        for name, off in FULL_RUN_OPTIONS.items():
-            if (value := self._request.values[name]) > off:
-                raise Refused("loader.runs", name=name, value=f"{value:g}", without=off)
         if model.hook_patches or model.forced_hooks:
             raise Refused("model.hooks")
         for key, patches in model.patches.items():
@@ -181,8 +178,8 @@ class RemoteEvaluation:
 
     def __call__(self, method: str, arguments: dict[str, Any]) -> Any:
         """Returns the network's result for these arguments, on the device of the first one. Raises Refused."""
-        if (described := self._described) is None:
-            raise Refused("loader.called")
+        described = self._described
+        assert described is not None, "a run has begun"
         each, conds = split_arguments(arguments, method)
         shape, text = _sizes(each, conds)
         network, work, options = described.network, described.work(shape, text), arguments.get("transformer_options")

@@ -22,7 +22,7 @@ from comfy.patcher_extension import WrappersMP
 from comfy_api.torch_helpers.torch_compile import COMPILE_KEY
 from torch import Tensor
 
-from ...parallel_runtime.errors import Refused, Sentence, WorkerLost, say
+from ...parallel_runtime.errors import Refused, WorkerLost, say
 from ...parallel_runtime.group.machine_check import checked_plan
 from ...parallel_runtime.jobs import TWO_MODEL_GUIDERS, SamplingJob
 from ...parallel_runtime.loading.code_names import Unsendable, qualified_name, reference
@@ -47,7 +47,7 @@ from ..describe.sampling_job import (
     unsendable_partner,
 )
 from .lease import lease_with_plan
-from .remote_model import RemoteModelPatcher, without_weights
+from .remote_model import without_weights
 
 # Refusals of what a pack's code does to a split network in the middle of a run.
 SEES_ALL_TOKENS = {"network.meanwhile", "blocks.inside", "attention.all_heads", "ring.node"}
@@ -62,20 +62,14 @@ PREVIEWS = (  # OUTER_SAMPLE wrappers that only show each step, with what worker
 
 def model_on_workers(model: ModelPatcher, request: ParallelRequest) -> ModelPatcher:
     """A clone of `model` whose sampling runs in the worker group, or `model` where only ComfyUI's own process gives the
-    right latent. Raises Refused for what workers cannot honour."""
+    right latent, as a pack has replaced code that all networks run. Raises Refused for what workers cannot honour."""
     if _stay_native([model], request):
         return model
     return _on_workers(model, _describe_checked(model, request), request)
 
 
-def why_native(model: ModelPatcher) -> Sentence | None:
-    """Returns why ComfyUI samples this MODEL on its own device: a pack has replaced code that all networks run, and
-    workers have the original. A MODEL without weights cannot stay native: it is refused."""
-    return None if isinstance(model, RemoteModelPatcher) else why_replaced(model)
-
-
 def _stay_native(models: Iterable[ModelPatcher], request: ParallelRequest) -> bool:
-    reason = next(filter(None, map(why_native, models)), None)
+    reason = next(filter(None, map(why_replaced, models)), None)
     if reason is not None:
         _check_stepwise(request, reason)
         log.warning("[CP] %s", say("run.native", reason=reason))
@@ -159,7 +153,9 @@ def _with_remote_network(model: ModelPatcher, request: ParallelRequest, reason: 
         "[CP] the sampler runs in ComfyUI's process, and every model call goes to the workers and back, because %s",
         reason,
     )
-    return without_weights(model, request)
+    remote = without_weights(model, request)
+    remote.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, WRAPPER_KEY)  # of CP Model and CP Load Diffusion Model
+    return remote
 
 
 def _check_stepwise(request: ParallelRequest, reason: str) -> None:
@@ -175,6 +171,11 @@ def model_described_late(model: ModelPatcher, request: ParallelRequest) -> Model
     if _stay_native([model], request):
         return model
     _describe_checked(model, request)
+    return sampled_on_workers(model, request)
+
+
+def sampled_on_workers(model: ModelPatcher, request: ParallelRequest) -> ModelPatcher:
+    """A clone of `model` that is described when a node samples it."""
     made = model.clone()
     made.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, WRAPPER_KEY)
     made.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, WRAPPER_KEY, LateSampling(request))

@@ -20,8 +20,6 @@ from .code_names import is_of_a_pack, qualified_name
 from .fingerprint import fingerprint, stored_samples
 from .mapped import Backup, Kind, calls_loader, with_views
 
-PLAIN = bool | int | float | str | None
-
 
 def load_by_node(kind: type[Kind], node: Any, inputs: dict[str, Any]) -> list[Kind]:
     """Calls a node, and returns the MODELs among what it gives, as `kind`s of patcher."""
@@ -39,7 +37,9 @@ def load_by_node(kind: type[Kind], node: Any, inputs: dict[str, Any]) -> list[Ki
 def load_same(kind: type[Kind], node: Any, call: dict[str, Any], expected: str) -> Kind:
     """Returns the MODEL of a node's `call` whose fingerprint is `expected`. Raises Refused where it gives none."""
     for name, paths in call["folders"].items():
-        folder_paths.folder_names_and_paths.setdefault(name, ([], set()))[0][:] = paths  # packs share these lists
+        known = folder_paths.folder_names_and_paths.setdefault(name, ([], set()))[0]
+        if isinstance(known, list):
+            known[:] = paths  # in place: packs share these lists
     try:
         models = load_by_node(kind, node, call["inputs"])
     except (OSError, RuntimeError, ValueError, TypeError, AttributeError, LookupError, ImportError) as error:
@@ -51,16 +51,15 @@ def load_same(kind: type[Kind], node: Any, call: dict[str, Any], expected: str) 
 
 
 def network_fingerprint(model: ModelPatcher) -> str:
-    """Fingerprints a MODEL as its loader has made it: its class if that is a pack's, its layers, and samples of the
-    weights as they are without patches, in the dtype that ComfyUI's loader copies them into."""
+    """Fingerprints a MODEL as its loader has made it: its class if that is a pack's, the classes of its layers, and
+    samples of the weights as they are without patches, in the dtype that ComfyUI's loader copies them into."""
     backup = {name: kept.weight for name, kept in model.backup.items()}
     backup |= {name: weight for name, (weight, _) in model.hook_backup.items()}
     modules = dict(model.model.diffusion_model.named_modules(prefix="diffusion_model"))
     for name, before in model.object_patches_backup.items():
         modules |= dict(before.named_modules(prefix=name)) if isinstance(before, nn.Module) else {}
     classes = [qualified_name(one) for one in type(model).__mro__ if is_of_a_pack(one)]
-    plain = {name: value for name, value in vars(model.model.latent_format).items() if isinstance(value, PLAIN)}
-    layers = [f"{path} {qualified_name(type(one))}({one.extra_repr()})" for path, one in modules.items()]
+    layers = [f"{path} {qualified_name(type(one))}" for path, one in modules.items()]
     samples = (
         sample
         for path, module in modules.items()
@@ -69,7 +68,7 @@ def network_fingerprint(model: ModelPatcher) -> str:
             backup.get(f"{path}.{name}", weight), getattr(module, f"{name}_comfy_model_dtype", None)
         )
     )
-    return fingerprint(repr((classes, sorted(plain.items()))), *layers, *samples)[:32]
+    return fingerprint(*classes, *layers, *samples)[:32]
 
 
 def _stored(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -29,9 +29,7 @@ from comfy.model_patcher import ModelPatcher  # isort: skip
 from comfy_extras.nodes_hypernetwork import load_hypernetwork_patch  # isort: skip
 from comfy_extras.nodes_tomesd import TomePatchModel  # isort: skip
 
-code, evaluation, workers = (
-    node_module(name) for name in ("describe.describer", "remote.remote_model", "describe.local_devices")
-)
+code, workers = (node_module(name) for name in ("describe.describer", "describe.local_devices"))
 specs, errors = pack_module("parallel_runtime.specs"), pack_module("parallel_runtime.errors")
 architecture_of = pack_module("parallel_runtime.architectures").architecture_of
 network_stats = pack_module("parallel_runtime.planning.network_stats")
@@ -130,15 +128,6 @@ def _why_not_imported(pack: str) -> str:
     return ""
 
 
-def outside_of_a_run(rank: int, world: int) -> str:
-    """What a pack hears that calls the network of CP Load Diffusion Model by itself."""
-    try:
-        evaluation.RemoteEvaluation(pack_module("parallel_runtime.request").ParallelRequest())("forward", {})
-    except errors.Refused as refused:
-        return str(refused)
-    return ""
-
-
 def folder_after_a_pack_has_gone_elsewhere(rank: int, world: int) -> list[str]:
     """The one that workers are started in, before and after."""
     folder, before = os.getcwd(), workers.comfy_setup().folder
@@ -227,7 +216,7 @@ def gguf_with_a_dtype(rank: int, world: int) -> str:
     """Why CP Load Diffusion Model does not load a .gguf file with this weight_dtype."""
     loader = node_module("classes.cp_loader")
     try:
-        loader.load_without_weights("any.gguf", "fp8_e5m2", pack_module("parallel_runtime.request").ParallelRequest())
+        loader.load_for_workers("any.gguf", "fp8_e5m2")
     except errors.Refused as refused:
         return str(refused)
     return ""

@@ -239,11 +239,6 @@ def test_a_hypernetwork_that_no_loader_has_read_is_refused(alone: Group) -> None
     assert sentence.endswith("ComfyUI's loader has not read it from a file")
 
 
-def test_the_network_of_a_model_of_ours_is_not_called_outside_of_a_run(alone: Group) -> None:
-    (answer,) = alone.run(f"{CODE}outside_of_a_run")
-    assert "was called while no sampler runs" in answer
-
-
 def test_a_pack_that_goes_to_another_folder_does_not_start_the_workers_anew(alone: Group) -> None:
     ((before, after),) = alone.run(f"{CODE}folder_after_a_pack_has_gone_elsewhere")
     assert before == after != "/"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from .cases import DEGREES
 from .client import Graph, NodeError
@@ -74,6 +75,19 @@ def test_a_loader_that_gives_the_workers_no_such_model_is_named(packed: Server, 
     with pytest.raises(NodeError, match=f"Refused: .*{says}.*ComfyUI's own sampler node"):
         packed.client.run(picture(kind, SPLIT))
     assert packed.workers(), "a refusal ends no worker"
+
+
+@pytest.mark.parametrize("changed", ["theta", "latent format"])
+def test_a_plain_value_that_was_changed_in_place_since_counts(packed: Server, changed: str) -> None:
+    def sampled(parallel: Parallel | None) -> Tensor:
+        graph = picture(f"names, {changed}", parallel)
+        graph["changed"] = node("CPTestTampered", model=link("model"), kind=changed)
+        graph["sampler"]["inputs"]["model"] = link("changed")
+        return latent_of(packed.client.run(graph))
+
+    want = sampled(None)
+    assert apart(sampled(SPLIT), want) <= BAR
+    assert apart(latent_of(packed.client.run(picture("names", None))), want) > 1e-3
 
 
 def test_a_network_that_was_changed_in_place_since_is_named(packed: Server) -> None:

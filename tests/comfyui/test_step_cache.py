@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from .client import Graph, Interrupted, NodeError
+from .client import Graph, Interrupted
 from .graphs import Job, Parallel, longer, sampling_graph
 from .latents import apart, latent_of
 from .server import Server
@@ -160,16 +160,11 @@ def with_our_loader(graph: Graph) -> Graph:
     return graph
 
 
-def test_a_native_sampler_cannot_have_it_and_is_told_the_way_out(server: Server) -> None:
-    before = server.workers()
-    with pytest.raises(NodeError, match=r"step_cache 0\.6.*native sampler.*CP Sampler, or set step_cache to 0"):
-        server.client.run(with_our_loader(sampling_graph(FLUX, "KSampler")))
-    assert server.workers() == before
-
-
-def test_a_cp_sampler_has_it_on_a_model_without_weights_too(server: Server) -> None:
+@pytest.mark.parametrize("sampler", ["CPSampler", "KSampler"])
+def test_every_sampler_has_it_on_a_model_of_our_loader_too(server: Server, sampler: str) -> None:
     want, counts = sample(server, FLUX, CACHED)
     since = server.log_size()
-    got = latent_of(server.client.run(with_our_loader(sampling_graph(FLUX, "CPSampler", CACHED))))
+    graph = sampling_graph(FLUX, sampler, CACHED if sampler == "CPSampler" else None)
+    got = latent_of(server.client.run(with_our_loader(graph)))
     assert "skipped {} of {} evaluations".format(*counts[0]) in server.log(since)
     assert apart(got, want) <= BAR

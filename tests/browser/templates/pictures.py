@@ -127,8 +127,8 @@ def custom() -> Template:
 
 def native() -> Template:
     about = (
-        "CP Load Diffusion Model loads the weights in the workers only. Its MODEL works in every sampler: here in "
-        "ComfyUI's own KSampler, but slower: every model call goes to the workers and back."
+        "CP Load Diffusion Model loads the weights in the workers only. Every sampler node samples its MODEL "
+        "there: here ComfyUI's own KSampler."
     )
     t = Template(
         name="cp_load_diffusion_model", title="Native KSampler", kind="CP Load Diffusion Model", about=about, size=34
