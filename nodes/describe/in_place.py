@@ -10,7 +10,7 @@ import functools
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -77,8 +77,12 @@ def changed_since_made(model: ModelPatcher, made: dict[str, Part], path: str) ->
     """Returns as `changed_attributes` what plain attributes are not as `made`, `parts_of` a network as a node put it
     into its model. Workers compare its layers and weights."""
     parts = dict(_parts(model.model.latent_format, model.model.diffusion_model))
-    kept = {name: part for name, part in made.items() if name in parts and _kind_of(parts[name]) == part.kind}
-    return _plain_changes(parts, model, kept, path)
+    before = {}
+    for name, part in made.items():
+        if name in parts and _kind_of(parts[name]) == part.kind:
+            now = vars(parts[name])  # a loader may put a weight where None was
+            before[name] = replace(part, values={key: part.values[key] for key in part.values if key in now})
+    return _plain_changes(parts, model, before, path)
 
 
 def _plain_changes(parts: dict[str, Any], model: ModelPatcher, before: dict[str, Part], path: str) -> str:
