@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import folder_paths
 from comfy.model_base import BaseModel
 from comfy.model_patcher import ModelPatcher
+from comfy_execution.graph import NodeNotFoundError
 from comfy_execution.graph_utils import is_link
 from comfy_execution.progress import get_progress_state
 from comfy_execution.utils import get_executing_context
@@ -48,7 +50,10 @@ def note_loaders() -> None:
 
 
 def _note(owner: nn.Module, name: str, network: nn.Module | None) -> None:
-    if name == NETWORK and isinstance(owner, BaseModel) and network and (running := get_executing_context()):
+    is_model = name == NETWORK and isinstance(owner, BaseModel) and "latent_format" in vars(owner)
+    if not is_model or network is None or (running := get_executing_context()) is None:
+        return
+    with suppress(NodeNotFoundError):  # a pack may run a prompt of its own
         node = get_progress_state().dynprompt.get_node(running.node_id)
         made = parts_of(owner.latent_format, network)
         _calls[owner] = NodeCall(node["class_type"], dict(node["inputs"]), made)
