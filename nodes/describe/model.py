@@ -25,7 +25,7 @@ from torch import nn
 
 from ...parallel_runtime.accelerators import CUDA
 from ...parallel_runtime.architectures import Architecture, architecture_of
-from ...parallel_runtime.architectures.block_patches import attends_each_head, see_all_tokens
+from ...parallel_runtime.architectures.block_patches import attends_each_head, see_all_tokens, sees_each_token
 from ...parallel_runtime.architectures.network_modules import blocks_of, padding_modes
 from ...parallel_runtime.architectures.partition import Load
 from ...parallel_runtime.architectures.row_plan import RowArchitecture
@@ -189,7 +189,8 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> DescribedMo
     if replaced and not attends_each_head(options[OVERRIDE]):
         undivided_by.append(f"the attention {qualified_name(options[OVERRIDE])}")
     methods = replaced_methods(model)
-    undivided_by += list(methods)[:1]  # a chain of many would say no more
+    whole = [name for name, method in methods.items() if not sees_each_token(method)]
+    undivided_by += whole[:1]  # a chain of many would say no more
     compiled = compilation(model, request.compile)
     if by_rows and compiled is not None:
         undivided_by.append("torch.compile")

@@ -35,23 +35,29 @@ def needs_full_tokens(options: Mapping[str, Any]) -> bool:
     patches = {kind for kind, functions in all_patches.items() if functions}
     if inside := sorted(patches - BEFORE - BETWEEN - OF_UNETS - set(INSIDE)) + see_all_tokens(all_patches):
         raise Refused("blocks.inside", widget="ring_degree", names=", ".join(inside))
-    return bool(patches & BETWEEN) or bool((options.get("patches_replace") or {}).get("dit"))
+    between = [function for kind in patches & BETWEEN for function in all_patches[kind]]
+    replaces_blocks = bool((options.get("patches_replace") or {}).get("dit"))  # the first of which gets full tokens
+    return replaces_blocks or not all(map(sees_each_token, between))
 
 
 def see_all_tokens(patches: Mapping[str, Sequence[Any]]) -> list[str]:
     """Returns the patches, with ComfyUI's kind, that need all tokens inside of blocks: "attn1_patch of HyperTile"."""
     inside = ((kind, patch) for kind in INSIDE for patch in patches.get(kind) or ())
-    splittable = EACH_TOKEN + OF_FRAMES
-    return list(
-        dict.fromkeys(f"{kind} of {_owner(patch)}" for kind, patch in inside if not _is_one_of(splittable, patch))
-    )
+    whole = ((kind, patch) for kind, patch in inside if not (sees_each_token(patch) or goes_by_frames(patch)))
+    return list(dict.fromkeys(f"{kind} of {_owner(patch)}" for kind, patch in whole))
+
+
+def sees_each_token(function: Any) -> bool:
+    """Whether `function` gives the same on any part of the tokens: one of ComfyUI's that is known to, or one that says
+    so."""
+    return _declared(function) == "each token" or _is_one_of(EACH_TOKEN, function)
 
 
 def attends_each_head(override: Any) -> bool:
     """Whether an attention override gives the same on a part of the heads: one of ComfyUI's, a known one of a pack, or
     one that says so."""
     home = getattr(override, "__globals__", {}).get("__name__", _named(override).__module__)
-    says_so = getattr(override, DECLARED, None) == "each head"
+    says_so = _declared(override) == "each head"
     return str(home).startswith("comfy.") or says_so or _only_calls_sage(override)
 
 
@@ -68,6 +74,11 @@ def _only_calls_sage(override: Any) -> bool:
 def goes_by_frames(patch: Any) -> bool:
     """Whether `patch` gives the same on a part of the tokens that is made of full frames."""
     return _is_one_of(OF_FRAMES, patch)
+
+
+def _declared(function: Any) -> str | None:
+    said: str | None = getattr(getattr(function, "func", function), DECLARED, None)  # a partial has none of its own
+    return said
 
 
 def _is_one_of(names: Sequence[str], patch: Any) -> bool:

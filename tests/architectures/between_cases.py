@@ -36,6 +36,22 @@ def mixing_around(arguments: Arguments, original: dict[str, Callable[[Arguments]
     return out | {"img": out["img"] + 0.3 * before.roll(2, 1)}
 
 
+class EachToken:
+    """A patch between or inside blocks that says that it computes each token by itself; it counts what it sees."""
+
+    context_parallel = "each token"
+
+    def __init__(self) -> None:
+        self.tokens = 0
+
+    def __call__(self, first: Any, *others: Tensor, **_: Any) -> Arguments:
+        if isinstance(first, dict):
+            self.tokens += first["img"].shape[1]
+            return first | {"img": first["img"] * 1.5 + first["img"].tanh()}
+        self.tokens += first.shape[2]
+        return {"q": first * 2, "v": others[1].tanh()}
+
+
 REPLACES = {"leaving out": leaving_out, "mixing": mixing_around}
 
 
@@ -53,6 +69,15 @@ def replaced(rank: int, world: int, name: str, how: str, blocks: list[list[Any]]
     wants = forward(network, inputs, **options)
     assert error(wants, forward(network, inputs)) > 1e-3, "nothing was replaced"
     return error(divided_forward(network, inputs, ring, ulysses, **options), wants)
+
+
+def each_token(rank: int, world: int, name: str, kind: str, ring: int, ulysses: int) -> dict[str, Any]:
+    network, inputs = made(name)
+    alone, together = EachToken(), EachToken()
+    wants = forward(network, inputs, patches={kind: [alone]})
+    assert error(wants, forward(network, inputs)) > 1e-3, "the patch changes nothing"
+    got = divided_forward(network, inputs, ring, ulysses, patches={kind: [together]})
+    return {"error": error(got, wants), "tokens": (together.tokens, alone.tokens)}
 
 
 def refused(rank: int, world: int, name: str, kind: str) -> str:

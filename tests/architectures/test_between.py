@@ -75,6 +75,16 @@ def test_all_blocks_of_a_stack_may_be_left_out(networks: Groups, name: str, bloc
     assert max(_run(networks, 2, 1, "replaced", name=name, how="leaving out", blocks=blocks)) <= EXACT
 
 
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("name", "kind"), [("flux", "attn1_patch"), ("wan", "double_block")])
+def test_a_patch_that_says_that_it_computes_each_token_by_itself_gets_a_ranks_tokens(
+    networks: Groups, name: str, kind: str, ring: int, ulysses: int
+) -> None:
+    for answer in _run(networks, ring, ulysses, "each_token", name=name, kind=kind):
+        assert answer["error"] <= EXACT
+        assert answer["tokens"][0] < answer["tokens"][1]
+
+
 @pytest.mark.parametrize("kind", ["attn1_patch", "attn1_output_patch", "attn2_patch", "mlp_patch", "someone's"])
 def test_a_patch_inside_blocks_is_refused_by_name(networks: Groups, kind: str) -> None:
     answers = networks(2).run("tests.architectures.between_cases:refused", name="flux", kind=kind)

@@ -78,7 +78,8 @@ def test_sdxl_sends_120_messages_and_its_output(unets: Groups) -> None:
 
 PATCHES = (
     "FreeU", "FreeU_V2", "ToMe", "HyperTile", "Deep Shrink", "PAG", "attention by regions", "attn2_patch",
-    "Hypernetwork", "GLIGEN", "emb_patch", "middle_block_after_patch", "forward_timestep_embed_patch", "control",
+    "Hypernetwork", "GLIGEN", "emb_patch", "middle_block_after_patch", "forward_timestep_embed_patch", "each token",
+    "control",
 )  # fmt: skip
 
 
@@ -90,6 +91,11 @@ def test_a_patch_sees_all_rows_and_does_what_it_does_undivided(unets: Groups, na
         for error in unets(2).run(f"{CASES}:patched", **given):
             assert error["does"] > 1e-3
             assert error["error"] <= 2e-5
+
+
+def test_a_patch_that_says_that_it_computes_each_token_by_itself_gets_a_ranks_rows(unets: Groups) -> None:
+    for undivided, divided in unets(2).run(f"{CASES}:seen_by_each_token", ring=2, ulysses=1, size=(64, 48, 1)):
+        assert divided == undivided / 2
 
 
 @pytest.mark.parametrize("name", ["PAG", "SAG"])

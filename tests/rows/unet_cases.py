@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -132,6 +132,19 @@ def patched(
             got = once(options())
     assert torch.equal(*runs), "the random generator is elsewhere"
     return {"error": _error(got, wanted), "does": _error(plain, wanted)}
+
+
+def seen_by_each_token(rank: int, world: int, ring: int, ulysses: int, size: Sequence[int]) -> list[int]:
+    """How many tokens patches see that say that they compute each by itself: undivided, and divided."""
+    network, given, seen = unet_patches.model().diffusion_model, row_calls.unet("SD1.5", *size), []
+    options = unet_patches.options_of(unet_patches.PATCHES["each token"])
+    with torch.inference_mode():
+        for division in (nullcontext(), _division(network, ring, ulysses)):
+            unet_patches.EachToken.seen = 0
+            with division:
+                network(**given, transformer_options=options)
+            seen.append(unet_patches.EachToken.seen)
+    return seen
 
 
 def replayed(rank: int, world: int, name: str, ring: int, ulysses: int, size: Sequence[int]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ...architectures.block_patches import sees_each_token
 from .levels import Levels, NoLevel
 
 Options = dict[str, Any]
@@ -40,14 +41,17 @@ class FullPatches:
         of_pictures: dict[str, Patch] = {kind: self._picture for kind in PICTURES}
         of_pictures |= {"middle_block_after_patch": self._middle, "middle_patch": self._between}
         patches = {
-            kind: [partial(of_pictures[kind], patch) if kind in of_pictures else patch for patch in of_kind]
+            kind: [
+                partial(of_pictures[kind], patch) if kind in of_pictures and not sees_each_token(patch) else patch
+                for patch in of_kind
+            ]
             for kind, of_kind in by_kind.items()
         }
         if layers := by_kind.get("forward_timestep_embed_patch"):
             patches["forward_timestep_embed_patch"] = [(kind, partial(self._layer, patch)) for kind, patch in layers]
         for kind in (SELF, CROSS):
             first, last = by_kind.get(f"{kind}_patch", []), by_kind.get(f"{kind}_output_patch", [])
-            if first or last:
+            if not all(map(sees_each_token, [*first, *last])):
                 patches[f"{kind}_patch"] = [partial(self._gather, kind), *(partial(self._call, p) for p in first)]
                 patches[f"{kind}_output_patch"] = [*(partial(self._call, p) for p in last), self._split]
         replaced = {kind: dict(by_block) for kind, by_block in (options.get("patches_replace") or {}).items()}
