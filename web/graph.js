@@ -14,6 +14,8 @@ export const TO_CP = {
   SamplerCustom: "CPSamplerCustomBasic",
 };
 
+const ALWAYS = 0; // neither muted nor bypassed
+
 /** @returns {LGraph} the workflow's own graph, also while a subgraph is open */
 export function rootGraph() {
   return app.rootGraph ?? app.graph;
@@ -52,6 +54,17 @@ export function configAbove(node) {
     }
   }
   return undefined;
+}
+
+/**
+ * Where the graph has one CP Parallel Config, it is meant for this node too.
+ * @param {LGraphNode} node
+ */
+export function connectConfig(node) {
+  const slot = node.findInputSlot("cp_config");
+  if (slot < 0) return;
+  const configs = node.graph.nodes.filter((/** @type {LGraphNode} */ one) => one.type === CONFIG && one.mode === ALWAYS);
+  if (configs.length === 1 && node.getInputLink(slot) == null) configs[0].connect(0, node, slot);
 }
 
 /**

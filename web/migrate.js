@@ -1,15 +1,15 @@
-/** "Run on several GPUs" and the way back: a native sampler becomes its CP node, links, widgets and number included.
- * One step to undo, for one node, a subgraph, or the workflow. */
+/** "Run on several GPUs" and the way back: a native sampler becomes its CP node, links, widgets and number included, and
+ * one of a pack gets a CP Model before it. One step to undo, for one node, a subgraph, or the workflow. */
 
 import { app } from "../../scripts/app.js";
-import { CONFIG, TO_CP, allNodes, rootGraph } from "./graph.js";
+import { TO_CP, allNodes, connectConfig, rootGraph } from "./graph.js";
+import { MODEL, modelsOf, putModels, takeModel, wantsModel } from "./models.js";
 import { tell } from "./notices.js";
 import { gpus } from "./status.js";
 import { say } from "./words.js";
 
 const TO_NATIVE = Object.fromEntries(Object.entries(TO_CP).map(([native, ours]) => [ours, native]));
 
-const ALWAYS = 0; // neither muted nor bypassed
 const KEPT = ["mode", "color", "bgcolor", "shape"];
 const ORIGIN = ["cnr_id", "aux_id", "ver", "Node name for S&R"]; // properties that name a node's class and pack
 const NOTICE_MILLISECONDS = 6000;
@@ -91,13 +91,14 @@ function entry(content, nodes, types) {
  * @param {LGraphNode[]} nodes
  */
 function backTo(nodes) {
-  const kinds = [...new Set(nodes.map((node) => TO_NATIVE[node.type]))];
+  const kinds = [...new Set(nodes.map((node) => TO_NATIVE[node.type] ?? node.getOutputNodes(0)?.[0]?.type ?? "KSampler"))];
   const native = kinds.length === 1 ? kinds[0] : "KSampler";
   return say("menu.back", { node: LiteGraph.registered_node_types[native]?.title ?? native });
 }
 
 /**
- * The samplers among `nodes`, and in the subgraphs among them, each once however often its subgraph is used.
+ * The samplers among `nodes`, and in the subgraphs among them, each once however often its subgraph is used; on the way
+ * back, the CP Models before them too.
  * @param {LGraphNode[]} nodes
  * @param {Types} types
  * @returns {LGraphNode[]}
@@ -108,7 +109,8 @@ function samplers(nodes, types) {
     /** @type {LGraphNode[]} */
     const result = [];
     for (const node of some) {
-      if (Object.hasOwn(types, node?.type ?? "")) result.push(node);
+      if (Object.hasOwn(types, node?.type ?? "") || (types === TO_CP ? wantsModel(node) : node?.type === MODEL)) result.push(node);
+      else if (types === TO_NATIVE) result.push(...modelsOf(node));
       const graph = node?.subgraph;
       if (!graph || graphs.has(graph)) continue;
       graphs.add(graph);
@@ -132,8 +134,9 @@ function migrate(nodes, types) {
   app.canvas.emitBeforeChange();
   try {
     app.canvas.deselectAll();
-    const replaced = nodes.map((node) => replace(node, types[node.type]));
-    for (const node of replaced) if (node.graph === app.canvas.graph) app.canvas.select(node);
+    const replaced = nodes.map((node) => changed(node, types)).filter(Boolean);
+    const made = replaced.filter((node) => Object.values(types).includes(node.type));
+    for (const node of made) if (node.graph === app.canvas.graph) app.canvas.select(node);
     restore(hosts);
     // the order is saved too: computed only when it runs, it would be a step of its own to undo
     for (const graph of new Set(replaced.map((node) => node.graph))) graph.updateExecutionOrder();
@@ -141,6 +144,16 @@ function migrate(nodes, types) {
     app.canvas.emitAfterChange();
   }
   report(nodes.length, types);
+}
+
+/**
+ * @param {LGraphNode} node
+ * @param {Types} types
+ * @returns {LGraphNode} the sampler
+ */
+function changed(node, types) {
+  if (Object.hasOwn(types, node.type)) return replace(node, types[node.type]);
+  return node.type === MODEL ? takeModel(node) : putModels(node);
 }
 
 /**
@@ -234,17 +247,6 @@ function connect(node, { inputs, outputs, labels }) {
     const border = graph.outputNode?.slots[link.target_slot];
     bend(target ? node.connect(slot, target, link.target_slot, from(link)) : border?.connect(node.outputs[slot], node, from(link)), link);
   }
-}
-
-/**
- * Where the graph has one CP Parallel Config, it is meant for this node too.
- * @param {LGraphNode} node
- */
-function connectConfig(node) {
-  const slot = node.findInputSlot("cp_config");
-  if (slot < 0) return;
-  const configs = node.graph.nodes.filter((/** @type {LGraphNode} */ one) => one.type === CONFIG && one.mode === ALWAYS);
-  if (configs.length === 1 && node.getInputLink(slot) == null) configs[0].connect(0, node, slot);
 }
 
 /** The values of widgets that subgraph nodes show of nodes inside: they go when their inner link does. */

@@ -13,7 +13,8 @@ from parallel_runtime.commands.migrate import migrated
 from ..comfyui.latents import apart, saved_latents
 from ..comfyui.server import Server
 from .comfyui_page import TOAST
-from .graphs import LOADER, put, put_sampler, title, wait_until_drawn
+from .graphs import LATENT, LOADER, put, put_sampler, title, wait_until_drawn
+from .graphs import PROMPT as TEXT
 from .renderers import BOTH
 
 KINDS = "() => app.graph.nodes.map(node => node.type)"
@@ -137,6 +138,46 @@ def test_the_config_that_is_there_is_connected_and_undo_takes_both_back(page: An
 
     page.evaluate("async workflow => app.loadGraphData(workflow)", by_command)
     assert plain(page.evaluate(PROMPT)) == by_click
+
+
+@BOTH
+def test_a_sampler_of_a_pack_gets_a_cp_model_before_it_and_loses_it_again(page: Any, server: Server) -> None:
+    kind = "CPTestPackKSampler"
+    links = [
+        [0, 0, 3, "model"],
+        [1, 0, 3, "positive"],
+        [1, 0, 3, "negative"],
+        [2, 0, 3, "latent"],
+        [3, 0, 4, "samples"],
+    ]
+    put(
+        page,
+        [LOADER, TEXT, LATENT, [kind, 420, 200, {"seed": 5}], ["CPTestSaveLatent", 760, 0, {"name": "clicked"}]],
+        links,
+    )
+    page.evaluate(ADD_CONFIG)
+    wait_until_drawn(page)
+    native = page.evaluate(PROMPT)
+    page.mouse.click(*title(page, kind), button="right")
+    page.get_by_text(ENTRY, exact=True).last.click()
+    page.wait_for_function(f"({KINDS})().includes('CPModel')")
+    ours = page.evaluate(PROMPT)
+    (made,) = [name for name, call in ours.items() if call["class_type"] == "CPModel"]
+    (sampler,) = [call["inputs"] for call in ours.values() if call["class_type"] == kind]
+    (config,) = [name for name, call in ours.items() if call["class_type"] == "CPParallelConfig"]
+    assert sampler["model"] == [made, 0]
+    assert ours[made]["inputs"]["cp_config"] == [config, 0]
+    ours[config]["inputs"]["devices"] = "cpu,cpu"
+    since = server.log_size()
+    (want,), (got,) = (saved_latents(server.client.run(prompt)).values() for prompt in (native, ours))
+    assert apart(got, want) <= 1e-4
+    assert "FLUX on 2 worker(s): sampled in" in server.log(since)
+
+    page.keyboard.press("Escape")
+    page.mouse.click(*title(page, kind), button="right")
+    page.get_by_text(f"Back to {kind}", exact=True).last.click()
+    page.wait_for_function(f"!({KINDS})().includes('CPModel')")
+    assert plain(page.evaluate(PROMPT)) == plain(native)
 
 
 @BOTH
