@@ -9,7 +9,7 @@ import inspect
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
 from types import CodeType
@@ -37,6 +37,7 @@ from ...parallel_runtime.jobs import Described
 from ...parallel_runtime.loading.code_names import Unsendable, is_comfyui, is_of_a_pack, qualified_name, reference
 from ...parallel_runtime.loading.fingerprint import stat_file
 from ...parallel_runtime.loading.mapped import Mapped, has_dynamic_vram, load_mapped
+from ...parallel_runtime.loading.object_codec import Describer
 from ...parallel_runtime.planning.network_stats import NetworkStats, Work
 from ...parallel_runtime.planning.plan_inputs import PlanInputs
 from ...parallel_runtime.planning.request_checks import check_run_in_patches
@@ -62,6 +63,8 @@ class DescribedModel:
 
     spec: ModelSpec
     weight_patches: Described
+    packs: list[str] = field(default_factory=list)  # those that weight patches have code of, and that code
+    code: list[Any] = field(default_factory=list)
     network: nn.Module
     architecture: Architecture | None
     stats: NetworkStats
@@ -202,6 +205,7 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> DescribedMo
     stats = replace(
         network_stats_of(network, architecture, weight_bytes, item_bytes), no_lse=without_lse(model, request)
     )
+    weight_patches, patches_describer = describe_weight_patches(model)
     graphs = request.options.cuda_graphs != "off" and comfy.model_management.get_torch_device().type == CUDA.kind
     described = DescribedModel(
         spec=replace(
@@ -211,7 +215,9 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> DescribedMo
             patches_fingerprint=str(model.patches_uuid) if model.patches else "",
             compilation=compiled,
         ),
-        weight_patches=describe_weight_patches(model),
+        weight_patches=weight_patches,
+        packs=list(patches_describer.packs),
+        code=patches_describer.code,
         network=network,
         architecture=architecture,
         batch_coupled=batch_coupled,
@@ -294,9 +300,10 @@ def _check_first_seen(model: ModelPatcher, files: tuple[SourceFile, ...]) -> Non
         raise Refused("model.changed", path=files[0].path)
 
 
-def describe_weight_patches(model: ModelPatcher) -> Described:
-    """Describes MODEL's weight patches (LoRA, merged models) by weight. Raises Refused for foreign ones."""
-    described, patches_describer = {}, describer(packs=False)
+def describe_weight_patches(model: ModelPatcher) -> tuple[Described, Describer]:
+    """Describes MODEL's weight patches (LoRA, merged models, adapters of packs) by weight. Raises Refused for what
+    workers cannot have."""
+    described, patches_describer = {}, describer()
     try:
         if model.patches:
             check_code(MERGES)
@@ -305,7 +312,7 @@ def describe_weight_patches(model: ModelPatcher) -> Described:
     except Unsendable as unsendable:
         raise Refused("model.weights", reason=unsendable.sentence) from None
     check_size(list(patches_describer.tensors.values()))
-    return patches_describer.described(described)
+    return patches_describer.described(described), patches_describer
 
 
 def network_stats_of(

@@ -81,22 +81,24 @@ def describe_job(
     check_loop()
     network, mask, parts = described.network, call.denoise_mask, describer(call.first_shape, model)
     size = latent_size(network, call.first_shape)
-    models, weight_patches = [describe_on_model(model, options, size, parts)], [described.weight_patches]
+    models, merged = [describe_on_model(model, options, size, parts)], [described]
     if (partner := partner_of(guider)) is not None and described.partner is not None:
         models.append(describe_on_model(partner, partner.model_options, size, parts))
-        weight_patches.append(described.partner.weight_patches)
+        merged.append(described.partner)
     sent = {
         "models": models,
         "conds": describe_conds(guider.conds, options, parts),
         "guider_attributes": parts.describe(attributes, "the GUIDER", of_pack=is_of_a_pack(type(guider))),
         "sampler": parts.describe(call.sampler, "the SAMPLER"),
     }
-    sent["globals"] = parts.describe(globals_of([*parts.code, guider]), "the packs' global variables")
+    code = [*parts.code, guider, *(function for one in merged for function in one.code)]
+    sent["globals"] = parts.describe(globals_of(code), "the packs' global variables")
+    packs = [*parts.packs, *packs_named(kind), *(pack for one in merged for pack in one.packs)]
     coupled = described.batch_coupled or parts.names_network
     job = SamplingJob(
         guider=kind,
         described=parts.described(sent),
-        packs=list(parts.packs | dict.fromkeys(packs_named(kind))),
+        packs=list(dict.fromkeys(packs)),
         noise=call.noise,
         latent=call.latent_image,
         mask=mask,
@@ -104,7 +106,7 @@ def describe_job(
         seed=call.seed,
         random_states=random_states(model.load_device),
         generator_kind=generator_kind(model.load_device),
-        weight_patches=weight_patches,
+        weight_patches=[one.weight_patches for one in merged],
         batch_coupled=coupled or is_batch_coupled(model, options) or couples_by_masks(network, mask),
         images_coupled=described.stats.images_coupled or bool(gligens_of(guider.conds)),
         latent_shapes=[list(shape) for shape in call.latent_shapes or ()] if several else None,

@@ -26,7 +26,7 @@ from ...parallel_runtime.errors import Refused, WorkerLost, say
 from ...parallel_runtime.group.machine_check import checked_plan
 from ...parallel_runtime.jobs import TWO_MODEL_GUIDERS, SamplingJob
 from ...parallel_runtime.loading.code_names import Unsendable, qualified_name, reference
-from ...parallel_runtime.loading.packs import note_failed_import, packs_named, proven
+from ...parallel_runtime.loading.packs import note_failed_import, packs_named, proven, unusable
 from ...parallel_runtime.loading.random_states import set_random_states
 from ...parallel_runtime.request import ParallelRequest
 from ..describe.control_nets import controls_of
@@ -239,9 +239,7 @@ class RemoteSampling:
                     return self._sample_in_workers(guider, undivided, replace(job, batch_coupled=True), call, take_back)
                 except Refused:
                     raise error from None  # the degrees that were asked for need a split network
-            note_failed_import(packs_named(described.spec.loader), error)
-            if not note_failed_import(job.packs, error):
-                raise
+from ...parallel_runtime.loading.packs import note_failed_import, packs_named, proven, unusable
         return self(executor, *args, **kwargs)  # without these packs
 
     def _check_patches(self, guider: comfy.samplers.CFGGuider, described: DescribedModel, call: OuterSample) -> None:

@@ -8,14 +8,24 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import math
 import random
 import sys
 import uuid
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import TYPE_CHECKING, Any
 
 import comfy.ldm.modules.attention
@@ -60,6 +70,9 @@ PACKAGES = ("comfy.", "comfy_extras.")
 BASES = ("abc", "typing", "contextlib", "torch.autograd.grad_mode", "torch.utils._contextlib")  # of classes of objects
 NAMESPACES = (math, torch, torch.nn.functional)  # modules whose functions in C are known by name
 MODULES = (*NAMESPACES, numpy)
+DICTS = {kind.__name__: kind for kind in (dict, OrderedDict, defaultdict)}
+SETS = {kind.__name__: kind for kind in (set, frozenset)}
+TYPES = {kind.__name__: kind for kind in (bool, int, float, str, list, tuple, dict, set, frozenset, object)}
 _tensor_numbers = itertools.count()  # of this process: tensors of several descriptions may lie in one bundle
 
 
@@ -185,17 +198,53 @@ def _rebuild_cell(node: Node, make: Rebuilder) -> CellType:
 def _describe_object(value: Any, to: Parts) -> Node:
     kind = type(value)
     bases = (base for base in kind.__mro__ if not (is_comfyui(base) or is_of_a_pack(base)))
-    if not hasattr(value, "__dict__") or any(base.__module__ not in BASES for base in bases if base is not object):
+    if any(base.__module__ not in BASES for base in bases if base is not object):
         raise Unsendable("unsendable.object", what=to.what, thing=qualified_name(kind))
     name = reference(kind, to.what)
     made_anew = SET_BY_EACH_RUN.get(name, ())
-    return {"class": name, "attributes": to({key: part for key, part in vars(value).items() if key not in made_anew})}
+    parts = {key: part for key, part in attributes_of(value).items() if key not in made_anew}
+    return {"class": name, "attributes": to(parts)}
 
 
 def _rebuild_object(node: Node, make: Rebuilder) -> Any:
     made = object.__new__(named(node["class"]))  # a pack's own `__new__` may want arguments
-    vars(made).update(make(node["attributes"]))
+    set_attributes(made, make(node["attributes"]))
     return made
+
+
+def _slots(kind: type) -> list[str]:
+    return [name for base in kind.__mro__ for name, part in vars(base).items() if type(part) is MemberDescriptorType]
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Returns the attributes of an object itself, those in `__slots__` too."""
+    return {
+        **{name: getattr(value, name) for name in _slots(type(value)) if hasattr(value, name)},
+        **getattr(value, "__dict__", {}),
+    }
+
+
+def set_attributes(value: Any, attributes: dict[str, Any]) -> None:
+    """Gives an object these attributes, and no others. A class may refuse to have them set (a frozen dataclass)."""
+    slots = _slots(type(value))
+    for name in slots:
+        if name in attributes:
+            object.__setattr__(value, name, attributes[name])
+        elif hasattr(value, name):
+            object.__delattr__(value, name)
+    if hasattr(value, "__dict__"):
+        vars(value).clear()
+        vars(value).update({name: part for name, part in attributes.items() if name not in slots})
+
+
+def _describe_dict(value: dict[Any, Any], to: Parts) -> Node:
+    node = {"type": type(value).__name__, "items": [to.each(item) for item in value.items()]}
+    return {**node, "factory": to(value.default_factory)} if isinstance(value, defaultdict) else node
+
+
+def _rebuild_dict(node: Node, make: Rebuilder) -> dict[Any, Any]:
+    items = make(node["items"])
+    return defaultdict(make(node["factory"]), items) if "factory" in node else DICTS[node["type"]](items)
 
 
 def _rebuild_random(node: Node, make: Rebuilder) -> random.Random:
@@ -244,11 +293,31 @@ KINDS = {  # a value is of the first kind that fits
         lambda value, to: {"class": reference(type(value), to.what), "items": to.each(value)},
         lambda node, make: named(node["class"])(*make(node["items"])),
     ),
-    "set": Kind(exactly(set), lambda value, to: {"items": to.each(value)}, lambda node, make: set(make(node["items"]))),
-    "dict": Kind(
-        exactly(dict),
-        lambda value, to: {"items": [to.each(item) for item in value.items()]},
-        lambda node, make: dict(make(node["items"])),
+    "set": Kind(
+        exactly(*SETS.values()),
+        lambda value, to: {"type": type(value).__name__, "items": to.each(value)},
+        lambda node, make: SETS[node["type"]](make(node["items"])),
+    ),
+    "deque": Kind(
+        exactly(deque),
+        lambda value, to: {"items": to.each(value), "maxlen": value.maxlen},
+        lambda node, make: deque(make(node["items"]), node["maxlen"]),
+    ),
+    "dict": Kind(exactly(*DICTS.values()), _describe_dict, _rebuild_dict),
+    "type": Kind(
+        lambda value: any(value is kind for kind in TYPES.values()),
+        lambda value, to: {"name": value.__name__},
+        lambda node, make: TYPES[node["name"]],
+    ),
+    "namespace": Kind(
+        exactly(SimpleNamespace),
+        lambda value, to: {"of": to(vars(value))},
+        lambda node, make: SimpleNamespace(**make(node["of"])),
+    ),
+    "logger": Kind(
+        of_types(logging.Logger),
+        lambda value, to: {"name": value.name},
+        lambda node, make: logging.getLogger(node["name"]),
     ),
     "tensor": Kind(of_types(Tensor), _describe_tensor, _rebuild_tensor),
     "array": Kind(

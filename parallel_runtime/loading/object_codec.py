@@ -8,6 +8,7 @@ values of ComfyUI's process (`Describer.take_back`).
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -20,12 +21,12 @@ from torch import Tensor, nn
 from ..errors import Refused
 from ..jobs import Described
 from .code_names import Unsendable, is_of_a_pack, qualified_name
-from .kinds import KINDS
+from .kinds import KINDS, attributes_of, set_attributes
 from .model_kinds import Node
 from .packs import packs_named
 
 PLAIN = bool | int | float | str | None
-RETURNED = ("list", "dict", "object")  # kinds of values that code of a pack may change
+RETURNED = ("list", "deque", "set", "dict", "object", "namespace")  # kinds of values that code of a pack may change
 DescribeLoaded = Callable[[Any, "Parts"], Node]
 LoadAdditional = Callable[[Node], Any]
 
@@ -82,7 +83,9 @@ class Describer:
 
     def described(self, values: dict[Any, Any]) -> Described:
         """Returns what this describer has made of several values, in this order, as one dict."""
-        return Described({"kind": "dict", "items": [[name, node] for name, node in values.items()]}, self.tensors)
+        return Described(
+            {"kind": "dict", "type": "dict", "items": [[name, node] for name, node in values.items()]}, self.tensors
+        )
 
     def node(self, value: Any, of: Parts) -> Any:
         """Describes one part of a value."""
@@ -116,12 +119,14 @@ class Describer:
         """Gives the lists, dicts and objects of packs what the run has left in them."""
         for number, contents in Rebuilder(changes.tensors, made=self._values)(changes.tree).items():
             value = self._values[number]
-            if isinstance(value, list):
-                value[:] = contents
+            if isinstance(value, list | deque):
+                value.clear()
+                value.extend(contents)
+            elif isinstance(value, set | dict):
+                value.clear()
+                value.update(contents)
             else:
-                attributes = value if isinstance(value, dict) else vars(value)
-                attributes.clear()
-                attributes.update(contents)
+                set_attributes(value, contents)
 
 
 def _is_code_of_a_pack(value: Any) -> bool:
@@ -212,8 +217,10 @@ def described_plainly(value: dict[Any, Any]) -> Described:
 
 
 def _contents(made: Any) -> Any:
-    """Returns what is in a list or dict, or the attributes of an object, as a new list or dict."""
-    return list(made) if isinstance(made, list) else dict(made if isinstance(made, dict) else vars(made))
+    """Returns what is in a list, set or dict, or the attributes of an object, as a new list or dict."""
+    if isinstance(made, list | deque | set | frozenset):
+        return list(made)
+    return dict(made) if isinstance(made, dict) else attributes_of(made)
 
 
 def _state(contents: list[Any] | dict[Any, Any]) -> list[tuple[Any, Any, float]]:

@@ -1,4 +1,5 @@
-"""Plain global variables of packs, which their nodes may set and their code read: they go to the workers and back."""
+"""Global variables of packs, plain values and tensors, which their nodes may set and their code read: they go to the
+workers and back."""
 
 from __future__ import annotations
 
@@ -7,10 +8,12 @@ from collections.abc import Iterable, Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
+import torch
+
 from .code_names import home_of, is_of_a_pack
 from .packs import pack_module, pack_reference
 
-PLAIN = bool | int | float | str | None
+PLAIN = bool | int | float | str | torch.Tensor | torch.dtype | torch.device | None
 MOST_ITEMS = 2000  # of a list or dict, with all in it: larger ones are tables that nothing sets
 Globals = dict[str, dict[str, Any]]  # by module, as the workers know it: values by name
 
@@ -50,9 +53,19 @@ def changed_globals(before: Globals) -> Globals:
         variables = vars(pack_module(module))
         for name, value in by_name.items():
             now = variables.get(name)
-            if (type(now) is not type(value) or now != value) and _items(now) <= MOST_ITEMS:
+            if not _is_same(now, value) and _items(now) <= MOST_ITEMS:
                 changed.setdefault(module, {})[name] = now
     return changed
+
+
+def _is_same(now: Any, before: Any) -> bool:
+    if type(now) is not type(before) or isinstance(now, torch.Tensor):
+        return now is before
+    if isinstance(now, dict):
+        return now.keys() == before.keys() and all(_is_same(now[key], before[key]) for key in now)
+    if isinstance(now, list | tuple):
+        return len(now) == len(before) and all(map(_is_same, now, before))
+    return bool(now == before)
 
 
 def _functions(code: Iterable[Any]) -> Iterator[FunctionType]:

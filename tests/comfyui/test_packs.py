@@ -15,7 +15,7 @@ from .latents import apart, latent_of
 from .nodes_benches import benches, write_benches
 from .nodes_graphs import Trial
 from .server import Server
-from .test_foreign import BAR, FLUX, Picture, hooked, on_the_model, plain, with_the_guider, with_the_sampler
+from .test_foreign import BAR, FLUX, WAN, Picture, hooked, on_the_model, plain, with_the_guider, with_the_sampler
 from .test_kin import link, node
 from .test_unet_nodes import ODD
 
@@ -69,6 +69,38 @@ def check(server: Server, picture: Picture, parallel: Parallel = SPLIT) -> str:
 )
 def test_code_of_a_pack_on_a_model_runs_in_the_workers(server: Server, kind: str) -> None:
     assert "undivided" not in check(server, code(kind))
+
+
+WRAPPERS = (
+    "outer_sample", "prepare_sampling", "sampler_sample", "predict_noise", "calc_cond_batch", "apply_model",
+    "diffusion_model",
+)  # fmt: skip
+KINDS = (
+    "slots", "dataclass", "cache", "lru_cache", "pre_cfg", "latent_operation", "warped_sampling", "callbacks",
+    "weight_adapter", "weight_function", "block_patch", *(f"{kind} wrapper" for kind in WRAPPERS),
+)  # fmt: skip
+
+
+@pytest.mark.sweep(one_in=6)
+@pytest.mark.parametrize("degrees", ["ring_2", "ulysses_2"])
+@pytest.mark.parametrize("network", ["FLUX", "SDXL", "Wan"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_code_of_every_kind_runs_in_the_workers_of_a_split_network(
+    server: Server, kind: str, network: str, degrees: str
+) -> None:
+    job = WAN if network == "Wan" else FLUX
+    on_tokens = on_the_model("CPTestPackCode", job=job, kind=kind)
+    picture = code_on_a_unet(server, kind) if network == "SDXL" else on_tokens
+    assert "undivided" not in check(server, picture, replace(DEGREES[degrees], dtype="auto"))
+
+
+def test_an_attention_that_says_that_it_computes_each_head_by_itself_runs_on_split_heads(server: Server) -> None:
+    assert "undivided" not in check(server, code("each_head"))
+
+
+@pytest.mark.parametrize("kind", ["attn1_patch", "attn2_patch", "attn1_output_patch", "attn2_output_patch"])
+def test_a_patch_of_a_pack_inside_attention_sees_the_full_picture(server: Server, kind: str) -> None:
+    check(server, code_on_a_unet(server, kind))
 
 
 def test_a_guider_of_a_pack_runs_in_the_workers_with_its_attributes(server: Server) -> None:

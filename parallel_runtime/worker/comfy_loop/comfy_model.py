@@ -157,7 +157,8 @@ class ComfyModel(Model):
         if self.weight_patches[0] != self.spec.patches_fingerprint:
             if patches is None:
                 raise Refused("weights.unsent")
-            self.weight_patches = (self.spec.patches_fingerprint, rebuild(patches))
+            with refuse_on_all_ranks():  # one may lack a pack that has code of them
+                self.weight_patches = (self.spec.patches_fingerprint, rebuild(patches))
             self.clear_kv_cache()
         made: RankPatcher = self.patcher.clone()
         made.on_progress = on_progress

@@ -15,6 +15,9 @@ from comfy.ldm.modules.attention import wrap_attn
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP
 from comfy_api.latest import io
+from nodes import common_ksampler
+
+from . import pack_kinds
 
 SETTINGS = {"scale": 1.0}  # a node sets them, and code reads them through another function
 FACTOR = 1.0
@@ -216,6 +219,7 @@ def _picture(model: ModelPatcher) -> None:
 ON_MODEL = {function.__name__.removeprefix("_"): function for function in (
     _model_sampling, _network, _settings, _dice, _cfg, _wrapper, _outer_sample, _swap, _method, _layer,
     _attention, _sage, _block, _tokens, _picture)}  # fmt: skip
+ON_MODEL |= pack_kinds.ON_MODEL
 
 
 class Fresh(io.ComfyNode):
@@ -357,4 +361,31 @@ class LeftByPack(Fresh):
         return io.NodeOutput({**latent, "samples": left})
 
 
-NODES = [PackCode, PackCallbacks, PackGuider, PackSampler, LeftByPack]
+class PackKSampler(io.ComfyNode):
+    """A sampler node of a pack."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        prompts = [io.Conditioning.Input("positive"), io.Conditioning.Input("negative")]
+        widgets = [io.Int.Input("seed"), io.Int.Input("steps", default=4), io.Float.Input("cfg", default=2.0)]
+        return io.Schema(
+            node_id="CPTestPackKSampler", category="cp test", is_dev_only=True,
+            inputs=[io.Model.Input("model"), *prompts, io.Latent.Input("latent"), *widgets],
+            outputs=[io.Latent.Output()],
+        )  # fmt: skip
+
+    @classmethod
+    def execute(
+        cls,
+        model: ModelPatcher,
+        positive: list,
+        negative: list,
+        latent: dict[str, Any],
+        seed: int,
+        steps: int,
+        cfg: float,
+    ) -> io.NodeOutput:
+        return io.NodeOutput(*common_ksampler(model, seed, steps, cfg, "euler", "simple", positive, negative, latent))
+
+
+NODES = [PackCode, PackCallbacks, PackGuider, PackSampler, LeftByPack, PackKSampler]

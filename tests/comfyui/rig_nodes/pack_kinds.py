@@ -1,0 +1,222 @@
+"""More kinds of code that packs put on a MODEL: every type of wrapper and callback, hooks, weight adapters, patches of
+every kind, and objects of every make. Each changes the latent, on any network that has what it patches."""
+
+from __future__ import annotations
+
+import logging
+import types
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import comfy.model_sampling
+import torch
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import CallbacksMP, WrappersMP
+from comfy.weight_adapter import WeightAdapterBase
+from comfy_extras.nodes_latent import LatentApplyOperationCFG
+
+CACHE: dict[str, torch.Tensor] = {}  # a node fills it
+
+
+class Slotted:
+    __slots__ = ("scale", "shift")
+
+    def __init__(self, scale: float, shift: torch.Tensor) -> None:
+        self.scale, self.shift = scale, shift
+
+    def __call__(self, args: dict[str, Any]) -> torch.Tensor:
+        return args["denoised"] * self.scale + self.shift
+
+
+@dataclass(frozen=True)
+class Settings:
+    scale: float
+    history: deque[float] = field(default_factory=lambda: deque(maxlen=2))
+    seen: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+    order: OrderedDict[str, float] = field(default_factory=lambda: OrderedDict(a=0.02, b=0.01))
+    names: frozenset[str] = frozenset({"a", "b"})
+    log: logging.Logger = field(default_factory=lambda: logging.getLogger("cp_test"))
+    more: types.SimpleNamespace = field(default_factory=lambda: types.SimpleNamespace(shift=0.02))
+
+    def __call__(self, args: dict[str, Any]) -> torch.Tensor:
+        self.seen["calls"] += 1
+        self.history.append(float(args["sigma"].max()))
+        share = len(self.history) * 0.01 + self.order["a"] * ("a" in self.names) + self.seen["calls"] * 0.01
+        return args["denoised"] * (self.scale + share) + self.more.shift
+
+
+def _post(function: Callable[[dict[str, Any]], torch.Tensor], model: ModelPatcher) -> None:
+    model.set_model_sampler_post_cfg_function(function)
+
+
+def _slots(model: ModelPatcher) -> None:
+    _post(Slotted(0.95, torch.tensor(0.05)), model)
+
+
+def _dataclass(model: ModelPatcher) -> None:
+    _post(Settings(0.9), model)
+
+
+def _cache(model: ModelPatcher) -> None:
+    CACHE["gain"] = torch.tensor(0.9)
+    _post(lambda args: args["denoised"] * CACHE["gain"], model)
+
+
+@lru_cache(4)
+def _table(size: int) -> torch.Tensor:
+    return torch.linspace(0.9, 1.1, size)
+
+
+def _lru_cache(model: ModelPatcher) -> None:
+    _post(lambda args: args["denoised"] * _table(args["denoised"].shape[-1]), model)
+
+
+def _pre_cfg(model: ModelPatcher) -> None:
+    def pulled(args: dict[str, Any]) -> list[torch.Tensor]:
+        cond, uncond = args["conds_out"]
+        return [cond + 0.1 * (cond - uncond), uncond]
+
+    model.set_model_sampler_pre_cfg_function(pulled)
+
+
+def _latent_operation(model: ModelPatcher) -> None:
+    (made,) = LatentApplyOperationCFG.execute(model, lambda latent, **_: latent * 1.05 - 0.02).args
+    model.model_options = made.model_options
+
+
+class Warped(comfy.model_sampling.CONST):
+    """The second base is that of the MODEL's own."""
+
+    def calculate_denoised(self, sigma: torch.Tensor, output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return super().calculate_denoised(sigma, output, x) * 0.98
+
+
+class WarpedFlux(Warped, comfy.model_sampling.ModelSamplingFlux):
+    pass
+
+
+class WarpedWan(Warped, comfy.model_sampling.ModelSamplingDiscreteFlow):
+    pass
+
+
+class WarpedUnet(comfy.model_sampling.EPS, comfy.model_sampling.ModelSamplingDiscrete):
+    def calculate_denoised(self, sigma: torch.Tensor, output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return super().calculate_denoised(sigma, output, x) * 0.98
+
+
+def _warped_sampling(model: ModelPatcher) -> None:
+    own = model.get_model_object("model_sampling")
+    kinds = {comfy.model_sampling.ModelSamplingFlux: WarpedFlux,
+             comfy.model_sampling.ModelSamplingDiscreteFlow: WarpedWan}  # fmt: skip
+    kind = next((kind for base, kind in kinds.items() if isinstance(own, base)), WarpedUnet)
+    model.add_object_patch("model_sampling", kind(model.model.model_config))
+
+
+def _wrapper_of(kind: str) -> Callable[[ModelPatcher], None]:
+    def put(model: ModelPatcher) -> None:
+        def around(executor: Any, *args: Any, **kwargs: Any) -> Any:
+            out = executor(*args, **kwargs)
+            if isinstance(out, torch.Tensor):
+                return out * 0.97 + 0.01
+            return [one * 0.97 for one in out] if kind == WrappersMP.CALC_COND_BATCH else out
+
+        model.add_wrapper_with_key(kind, "cp_test_kinds", around)
+
+    return put
+
+
+def _callbacks(model: ModelPatcher) -> None:
+    seen: list[str] = []
+    for kind in (CallbacksMP.ON_PRE_RUN, CallbacksMP.ON_CLEANUP):
+        model.add_callback_with_key(kind, "cp_test_kinds", lambda *_, kind=kind: seen.append(kind))
+    _post(lambda args: args["denoised"] * (0.9 + 0.02 * len(seen)), model)
+
+
+class Halved(WeightAdapterBase):
+    """A weight adapter of a pack."""
+
+    name = "cp_test_halved"
+
+    def __init__(self, loaded_keys: set[str], weights: tuple[Any, ...]) -> None:
+        self.loaded_keys, self.weights = loaded_keys, weights
+
+    def calculate_weight(
+        self, weight: torch.Tensor, key: str, strength: float, strength_model: float, offset: Any, function: Any,
+        intermediate_dtype: torch.dtype = torch.float32, original_weight: Any = None,
+    ) -> torch.Tensor:  # fmt: skip
+        weight += function(strength * self.weights[0].to(weight) * weight)
+        return weight
+
+
+def _some_weight(model: ModelPatcher) -> str:
+    names = ("proj", "ffn", "img_mlp", "ff.net", "to_q")
+    state = model.model.state_dict()
+    return next(name for part in names for name in state if part in name and name.endswith("weight"))
+
+
+def _weight_adapter(model: ModelPatcher) -> None:
+    model.add_patches({_some_weight(model): Halved(set(), (torch.tensor(0.5),))}, 0.8)
+
+
+def _weight_function(model: ModelPatcher) -> None:
+    """A patch whose difference a function of the pack changes."""
+    key = _some_weight(model)
+    shape = model.model.state_dict()[key].shape
+    model.add_patches(
+        {(key, None, lambda x: x * 0.5): ("diff", (torch.linspace(-0.1, 0.1, shape[-1]).expand(shape),))}, 0.8
+    )
+
+
+def _attention(kind: str) -> Callable[[ModelPatcher], None]:
+    def put(model: ModelPatcher) -> None:
+        def patch(*args: Any, **kwargs: Any) -> Any:
+            if kind.endswith("output_patch"):
+                return args[0] - 0.1 * args[0].mean(1, keepdim=True)
+            if "pe" in kwargs:
+                return {"v": args[2] * 0.9}
+            return (args[0] - 0.1 * args[0].mean(1, keepdim=True), *args[1:3])
+
+        model.set_model_patch(patch, kind)
+
+    return put
+
+
+def _replaced_attention(model: ModelPatcher) -> None:
+    for number in range(4):
+        model.set_model_attn1_replace(lambda q, k, v, extra: v - 0.1 * v.mean(1, keepdim=True), "middle", 0, number)
+
+
+def _each_head(model: ModelPatcher) -> None:
+    def attend(function: Any, q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return 0.9 * function(q, *args, **kwargs)
+
+    attend.context_parallel = "each head"  # type: ignore[attr-defined]
+    model.model_options["transformer_options"]["optimized_attention_override"] = attend
+
+
+def _block_patch(model: ModelPatcher) -> None:
+    """Between blocks of UNets and of Wan."""
+
+    def picture(h: torch.Tensor, options: Any) -> torch.Tensor:
+        return h - 0.05 * h.mean((2, 3), keepdim=True)
+
+    def tokens(args: dict[str, Any]) -> dict[str, Any]:
+        return {**args, "img": args["img"] - 0.05 * args["img"].mean(1, keepdim=True)}
+
+    model.set_model_input_block_patch(picture)
+    model.set_model_patch(tokens, "double_block")
+
+
+ON_MODEL: dict[str, Callable[[ModelPatcher], None]] = {
+    **{function.__name__.removeprefix("_"): function for function in (
+        _slots, _dataclass, _cache, _lru_cache, _pre_cfg, _latent_operation, _warped_sampling, _callbacks,
+        _weight_adapter, _weight_function, _replaced_attention, _each_head, _block_patch)},
+    **{f"{kind} wrapper": _wrapper_of(kind) for kind in (
+        WrappersMP.OUTER_SAMPLE, WrappersMP.PREPARE_SAMPLING, WrappersMP.SAMPLER_SAMPLE, WrappersMP.PREDICT_NOISE,
+        WrappersMP.CALC_COND_BATCH, WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL)},
+    **{kind: _attention(kind) for kind in (
+        "attn1_patch", "attn2_patch", "attn1_output_patch", "attn2_output_patch")},
+}  # fmt: skip
