@@ -8,6 +8,7 @@ from comfy_api.latest import ComfyExtension, io
 from server import PromptServer
 
 from ..parallel_runtime.errors import Refused, WorkerLost
+from .classes.cp_clip import CPCLIP
 from .classes.cp_config import CPParallelConfig
 from .classes.cp_demo import CPDemoConditioning, CPDemoDecode, CPDemoModel
 from .classes.cp_loader import CPLoadDiffusionModel
@@ -46,6 +47,7 @@ class ContextParallelExtension(ComfyExtension):
             CPLoadDiffusionModel,
             CPModel,
             CPVAE,
+            CPCLIP,
             CPDemoModel,
             CPDemoConditioning,
             CPDemoDecode,

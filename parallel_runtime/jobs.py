@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .specs import VAEMethod
+from .specs import EncoderMethod, VAEMethod
 
 # ComfyUI's guiders that evaluate the negative prompt with a MODEL of its own, and the attribute that has it.
 TWO_MODEL_GUIDERS = {"comfy_extras.nodes_custom_sampler:Guider_DualModel": "uncond_model_patcher"}
@@ -117,4 +117,24 @@ class VAEJob:
     output: int | None = None
 
 
-Job = SamplingJob | EvaluationJob | DemoJob | VAEJob
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EncodingJob:
+    """One call of a text encoder's `method` on the worker `rank`, the only one that has its weights.
+
+    `described` has the `arguments` by name, such as tokens; the `options` of each call of `set_clip_options` before it;
+    and `hook_patches`, the weight patches of the hooks in force, by weight. `weight_patches` are those on the CLIP;
+    None where the workers have them already.
+    """
+
+    method: EncoderMethod
+    rank: int
+    described: Described
+    weight_patches: Described | None
+
+
+Job = SamplingJob | EvaluationJob | DemoJob | VAEJob | EncodingJob
+
+
+def answering_rank(job: Job) -> int:
+    """Returns the rank whose result is that of the job."""
+    return job.rank if isinstance(job, EncodingJob) else 0

@@ -14,6 +14,7 @@ from .request import EngineOptions
 
 WeightsMode = Literal["replicate", "shard", "offload"]
 VAEMethod = Literal["decode", "encode"]
+EncoderMethod = Literal["encode_token_weights", "generate"]
 DEGREES = ("ring_degree", "ulysses_degree", "cfg_degree", "data_degree", "pipeline_degree")
 DEMO = "demo"  # the loader of the demo model
 
@@ -188,6 +189,7 @@ class ModelSpec:
     A VAE is one of the classes `kind` (autoencoders.py), whose weights and structure `weights_fingerprint` tells
     from all others.
     Without a `loader` its weights come with the job, and `arguments` are its file's metadata.
+    A `text_encoder` is that of a CLIP, whose structure `weights_fingerprint` tells from others.
     `partner` is the model of the negative prompt where a guider has two MODELs: both are loaded, split and placed as
     one, and `patches_fingerprint` identifies the patches on both.
     """
@@ -204,6 +206,7 @@ class ModelSpec:
     compilation: Compilation | None = None
     kind: str = ""
     weights_fingerprint: str = ""
+    text_encoder: bool = False
     partner: ModelSpec | None = None
 
     @property
@@ -213,6 +216,11 @@ class ModelSpec:
             return self.kind.partition("(")[0].rpartition(".")[2]
         name = os.path.basename(self.files[0].path) if self.files else self.loader.rpartition(":")[2]
         return name if self.partner is None else f"{name}, {self.partner.title}"
+
+    @property
+    def part(self) -> tuple[bool, bool]:
+        """Tells networks, VAEs and text encoders apart."""
+        return bool(self.kind), self.text_encoder
 
     @property
     def unpatched(self) -> ModelSpec:

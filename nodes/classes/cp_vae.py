@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import comfy.sd
@@ -11,17 +11,15 @@ import torch
 from comfy_api.latest import io
 from torch.overrides import TorchFunctionMode
 
-from ...parallel_runtime.errors import Refused
 from ...parallel_runtime.group.shared_output import SharedOutput
 from ...parallel_runtime.request import ParallelRequest
 from ..describe.refused_event import announce_refusals
 from ..describe.vae import NotParallel, describe_vae
 from ..remote.comfy_memory import CPU, WeightlessPatcher, WorkerModel
+from ..remote.in_workers import InWorkers, in_workers, warn
 from ..remote.remote_vae import RemoteVAE, placement_for
 from ..server.settings import refresh, request_from
 from .cp_config import CATEGORY, CPConfig
-
-log = logging.getLogger(__name__)
 
 
 class CPVAE(io.ComfyNode):
@@ -63,32 +61,17 @@ def parallel_vae(vae: comfy.sd.VAE, request: ParallelRequest | None) -> comfy.sd
     try:
         return ParallelVAE(native, RemoteVAE(native, describe_vae(native), request))
     except NotParallel as reason:
-        _warn(reason)
+        warn(ParallelVAE.does, reason)
         return vae
 
 
-def _in_workers(name: str) -> Callable[..., torch.Tensor]:
-    """Returns ComfyUI's method of this name, which uses the workers' network, or the native VAE where they refuse."""
-
-    def method(self: ParallelVAE, *args: Any, **kwargs: Any) -> torch.Tensor:
-        try:
-            with SharedOutputMode(self.first_stage_model):
-                return getattr(comfy.sd.VAE, name)(self, *args, **kwargs)
-        except (NotParallel, Refused) as reason:
-            if str(reason) not in self._logged:
-                self._logged.add(str(reason))
-                _warn(reason)
-        finally:
-            self.first_stage_model.end()
-        return getattr(self.native, name)(*args, **kwargs)
-
-    return method
-
-
-class ParallelVAE(comfy.sd.VAE):
+class ParallelVAE(InWorkers, comfy.sd.VAE):
     """A VAE whose network is in the workers. Its `native` VAE does the calls that they refuse."""
 
+    does = "CP VAE decodes and encodes"
+
     def __init__(self, native: comfy.sd.VAE, remote: RemoteVAE) -> None:
+        super().__init__()
         self.__dict__.update(vars(native))
         self.native = native
         self.first_stage_model = remote
@@ -96,10 +79,20 @@ class ParallelVAE(comfy.sd.VAE):
         self.patcher = WeightlessPatcher(WorkerModel(), native.device, CPU, size=1)
         self.memory_used_decode = lambda shape, dtype: native.memory_used_decode(shape, dtype) / remote.workers
         self.memory_used_encode = lambda shape, dtype: native.memory_used_encode(shape, dtype) / remote.workers
-        self._logged: set[str] = set()
 
-    decode, decode_tiled = _in_workers("decode"), _in_workers("decode_tiled")
-    encode, encode_tiled = _in_workers("encode"), _in_workers("encode_tiled")
+    decode, decode_tiled = in_workers(comfy.sd.VAE, "decode"), in_workers(comfy.sd.VAE, "decode_tiled")
+    encode, encode_tiled = in_workers(comfy.sd.VAE, "encode"), in_workers(comfy.sd.VAE, "encode_tiled")
+
+    @contextmanager
+    def using_workers(self) -> Iterator[None]:
+        try:
+            with SharedOutputMode(self.first_stage_model):
+                yield
+        finally:
+            self.first_stage_model.end()
+
+    def to_native(self) -> comfy.sd.VAE:
+        return self.native
 
     def get_sd(self) -> dict[str, Any]:
         return self.native.get_sd()
@@ -127,7 +120,3 @@ class SharedOutputMode(TorchFunctionMode):
         shape = self._remote.output_shape
         on_cpu = torch.device(kwargs.get("device") or "cpu").type == "cpu"
         return bool(shape) and all(shape) and args == (shape,) and on_cpu and "dtype" in kwargs
-
-
-def _warn(reason: Exception) -> None:
-    log.warning("[CP] CP VAE decodes and encodes in ComfyUI's process: %s", reason)

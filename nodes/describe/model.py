@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import partial
 from itertools import zip_longest
 from types import CodeType
@@ -241,7 +242,7 @@ def model_spec(model: ModelPatcher) -> ModelSpec:
     name, arguments = _loader_call(loader, arguments, model.model.get_dtype())
     return ModelSpec(
         loader=name,
-        arguments=json.dumps(arguments, sort_keys=True, default=partial(_to_json, loader)),
+        arguments=json.dumps(arguments, sort_keys=True, default=partial(argument_to_json, loader)),
         index=index[0] if index else None,
         files=files,
         weight_dtype=str(model.model.get_dtype()).removeprefix("torch."),
@@ -276,10 +277,13 @@ def _with_dtype(loader: Callable[..., Any], arguments: tuple[Any, ...], dtype: t
     return bound.args
 
 
-def _to_json(loader: Callable[..., Any], value: Any) -> dict[str, str]:
-    """Returns a dtype as JSON, which worker/comfy_loop/comfy_model.py reads. Raises Refused for any other object."""
+def argument_to_json(loader: Callable[..., Any], value: Any) -> dict[str, str]:
+    """Returns a dtype or enum as JSON, which worker/comfy_loop/comfy_model.py reads. Raises Refused for any other
+    object."""
     if isinstance(value, torch.dtype):
         return {"torch.dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, Enum):
+        return {"enum": reference(type(value), "the loader"), "name": value.name}
     raise Refused("loader.argument", loader=qualified_name(loader), thing=qualified_name(type(value)))
 
 

@@ -26,7 +26,7 @@ from ...parallel_runtime.group.worker_group import WorkerGroup
 from ...parallel_runtime.planning.memory_model import Capacity
 from ...parallel_runtime.planning.misfit import GIB
 from ...parallel_runtime.planning.run_plan import Estimate
-from ...parallel_runtime.request import AfterSampling
+from ...parallel_runtime.request import AfterSampling, ParallelRequest
 from ...parallel_runtime.specs import ModelSpec, Placement, WeightPlacement
 
 log = logging.getLogger(__name__)
@@ -172,6 +172,28 @@ class GroupModel:
                 with contextlib.suppress(ParallelError):
                     group.free(self.spec, after)
             return listed
+
+
+def free_model(spec: ModelSpec, request: ParallelRequest | None) -> None:
+    """Keeps, offloads or unloads a VAE or text encoder after a call of it, as the user chose."""
+    group = runtime.live
+    model = group.models.get(spec.unpatched) if group is not None else None
+    if model is not None and request is not None and request.after_sampling != "keep":
+        model.free(request.after_sampling)
+
+
+def room_bytes(group: WorkerGroup) -> list[int | None]:
+    """Returns the bytes of its device that each worker of this machine may take beside all models that are loaded; None
+    where nothing limits them."""
+    placement = group.placement
+    sharing = Counter(placement.devices)
+    if limits := user_limits(placement.world_size):
+        each = zip(limits, group.readings, placement.devices, strict=False)
+        return [max(0, limit - reading.rank_bytes) for limit, reading, _ in each]
+    if placement.devices[0] == "cpu":
+        return [None for _ in placement.devices]
+    free = {device: int(comfy.model_management.get_free_memory(torch.device(device))) for device in sharing}
+    return [free[device] // sharing[device] for device in placement.devices]
 
 
 def capacity_for(placement: Placement, group: WorkerGroup | None, spec: ModelSpec) -> Capacity:

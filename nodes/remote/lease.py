@@ -9,8 +9,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import comfy.model_management
+import comfy.utils
 from comfy.model_management import throw_exception_if_processing_interrupted as check_interrupt
 
 from ...parallel_runtime.errors import ParallelError, Refused, WorkerFailed
@@ -235,8 +237,8 @@ class Lease:
                 model.mark_unloaded()
             model = GroupModel(self.group, key, plan.weights, needed)
         model.weights, model.needed = plan.weights, needed
-        same_kind = [other for other in models.values() if bool(other.spec.kind) == bool(key.kind)]  # VAE or not
-        for oldest in same_kind[: -(KEEP_MODELS - 1)]:
+        alike = [other for other in models.values() if other.spec.part == key.part]
+        for oldest in alike[: -(KEEP_MODELS - 1)]:
             oldest.free()
         models[key] = model
         return model
@@ -286,6 +288,18 @@ class Lease:
         if plan.entries_per_call:
             prompts = work.prompts_per_rank(plan.degrees)
             log.info("[CP] prompts run one after the other: memory is too small for %d at once", prompts)
+
+
+def progress_bar() -> OnStep:
+    """Returns an `on_step` that shows a job's steps in ComfyUI's progress bar."""
+    bar: comfy.utils.ProgressBar | None = None
+
+    def on_step(done: int, x0: Any, x: Any, total: int) -> None:
+        nonlocal bar
+        bar = bar or comfy.utils.ProgressBar(total)
+        bar.update_absolute(done, total)
+
+    return on_step
 
 
 def run_kind(spec: ModelSpec, work: Work, request: ParallelRequest) -> tuple[object, ...]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import comfy.model_management
 import comfy.sd
-import comfy.utils
 import torch
 from torch import Tensor
 
@@ -27,7 +26,8 @@ from ...parallel_runtime.request import ParallelRequest
 from ...parallel_runtime.specs import ModelSpec, Parallelism, Placement, VAEMethod
 from ..describe.local_devices import gpu_kind, last_used, plan_without_model, visible_gpus
 from ..describe.vae import NotParallel, check_vae
-from .lease import Lease, lease_workers
+from .comfy_memory import free_model
+from .lease import Lease, lease_workers, progress_bar
 
 log = logging.getLogger(__name__)
 
@@ -91,10 +91,7 @@ class RemoteVAE:
 
     def end(self) -> None:
         """Keeps, offloads or unloads the VAE after a decode or encode, as the user chose."""
-        group = runtime.live
-        model = group.models.get(self._spec.unpatched) if group is not None else None
-        if model is not None and self._request is not None and self._request.after_sampling != "keep":
-            model.free(self._request.after_sampling)
+        free_model(self._spec, self._request)
 
     def _convert(self, method: VAEMethod, x: Tensor, unit: int, output: SharedOutput, part: Tensor) -> None:
         """Decodes or encodes `x` into this part of `output`. `unit`: pixels in a row of the latent."""
@@ -173,15 +170,8 @@ class RemoteVAE:
 
 
 def _run(lease: Lease, plan: RunPlan, job: VAEJob, output: SharedOutput) -> Result:
-    bar: comfy.utils.ProgressBar | None = None
-
-    def on_step(frames: int, x0: Any, x: Any, total: int) -> None:
-        nonlocal bar
-        bar = bar or comfy.utils.ProgressBar(total)
-        bar.update_absolute(frames, total)
-
     try:
-        return lease.run(plan, job, output=output.fd, on_step=on_step)
+        return lease.run(plan, job, output=output.fd, on_step=progress_bar())
     except WorkerFailed as failed:
         if failed.cause.kind == "out_of_memory":  # ComfyUI goes on with tiles
             log.warning("[CP] VAE: %s", failed)

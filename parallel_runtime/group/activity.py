@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import ParallelError, WorkerLost, say
-from ..jobs import EvaluationJob, Job, VAEJob
+from ..jobs import EncodingJob, EvaluationJob, Job, VAEJob
 from ..specs import ModelSpec, Parallelism, Placement
 from ..wire.messages import Done, Heartbeat, Joined, Step
 from ..wire.readings import Busy, Readings
@@ -59,6 +59,9 @@ class Activity:
             return
         if isinstance(job, VAEJob):
             self._set_state("decoding" if job.method == "decode" else "encoding", model="", step=0, steps=0)
+            return
+        if isinstance(job, EncodingJob):
+            self._set_state("encoding", model=model.title, step=0, steps=0)
             return
         self.history.sampler = repr(getattr(job, "sampler", ""))
         ranks = tuple(replace(rank, loaded=0.0) for rank in self.now.ranks)

@@ -12,7 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..errors import Refused
-from ..jobs import MAX_CACHED_CONDS, EvaluationJob, Job, SamplingJob, VAEJob
+from ..jobs import MAX_CACHED_CONDS, EncodingJob, EvaluationJob, Job, SamplingJob, VAEJob
 from ..request import AfterSampling
 from ..specs import ModelSpec
 from ..wire.bundles import LIMIT, too_large
@@ -65,7 +65,7 @@ class PayloadCache:
         match job:
             case SamplingJob():
                 return replace(job, weight_patches=[None for _ in job.weight_patches])
-            case EvaluationJob():
+            case EvaluationJob() | EncodingJob():
                 return replace(job, weight_patches=None)
             case VAEJob():
                 return replace(job, weights=None)

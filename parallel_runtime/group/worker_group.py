@@ -1,4 +1,4 @@
-"""A running worker group: sends one request at a time to every rank and returns rank 0's result. Crash-only."""
+"""A running worker group: sends one request at a time to every rank and returns one rank's result. Crash-only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import ParallelError, Refused, WorkerDied, say
-from ..jobs import EvaluationJob, Job
+from ..jobs import EvaluationJob, Job, answering_rank
 from ..planning.run_plan import REPLICATED
 from ..planning.share_balance import ShareBalance
 from ..request import AfterSampling
@@ -39,7 +39,7 @@ Watch = Callable[[], None]
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The result of a run: `value` is what the workers' loop returned; the times are rank 0's."""
+    """The result of a run: `value` is what the loop of the answering rank returned; the times are that rank's."""
 
     value: dict[str, Any]
     load_seconds: float
@@ -102,11 +102,11 @@ class WorkerGroup:
         on_step: OnStep = lambda *_: None,
         watch: Watch = lambda: None,
     ) -> Result:
-        """Run `job` on every rank and return rank 0's result. Raises Refused; the group and its models stay.
+        """Run `job` on every rank and return one rank's result. Raises Refused; the group and its models stay.
 
         The ranks of a VAE write into the memory file `output`. Parts of `job` that the workers have are not sent again.
         `on_step(step, x0, x, total)` has the arguments of the sampler's callback, and reports the frames of a VAE's
-        video; `watch` is called about every POLL_SECONDS.
+        video and the tokens of a text; `watch` is called about every POLL_SECONDS.
         """
         assert parallelism.world_size == self.placement.world_size
         if self._error is not None:
@@ -141,7 +141,7 @@ class WorkerGroup:
                 self.activity.end_request(job)
         for reason in self.activity.new_eager_reasons():
             log.info("[CP] not recorded as a CUDA graph: %s", reason)
-        done, result = answers[0]
+        done, result = answers[answering_rank(job)]
         if size is not None:
             self._longest_evaluations[size] = max(longest, done.seconds)
         self.balance.learn(model, parallelism, [reading.computed_seconds for reading in self.readings])

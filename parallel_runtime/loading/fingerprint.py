@@ -42,6 +42,12 @@ def model_fingerprint(model: nn.Module, dtype: torch.dtype) -> str:
     return fingerprint(str(model), built, *(_sample(tensor).to(dtype) for tensor in weights))
 
 
+def structure_fingerprint(model: nn.Module) -> str:
+    """Fingerprints a model by its layers and the shapes of its weights: some may be in no file."""
+    shapes = [(name, tuple(weight.shape)) for name, weight in model.state_dict().items()]
+    return fingerprint(str(model), repr(shapes))
+
+
 def stat_file(path: str) -> SourceFile:
     """Returns the path, and the file's size and time of change at this moment. Raises FileNotFoundError."""
     stat = os.stat(path)

@@ -21,6 +21,11 @@ from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
 Kind = TypeVar("Kind", bound="Mapped")
+LOADED_LATER = {  # functions of comfy.model_management while a loader runs
+    "unet_inital_load_device": lambda *_: torch.device("cpu"),
+    "text_encoder_initial_device": lambda *_: torch.device("cpu"),
+    "load_models_gpu": lambda *_, **__: None,
+}
 Backup = namedtuple("Backup", ["weight", "inplace_update"])  # as ComfyUI's, which has no name
 
 
@@ -133,14 +138,15 @@ def load_mapped(kind: type[Kind], load: Callable[..., Any], arguments: Sequence[
 @contextmanager
 def calls_loader(kind: type[Mapped]) -> Iterator[None]:
     """Has ComfyUI's loaders, in this context, make a `kind` of patcher with weights that are views of the file."""
-    patcher_class, first_device = comfy.model_patcher.CoreModelPatcher, comfy.model_management.unet_inital_load_device
+    patcher_class = comfy.model_patcher.CoreModelPatcher
+    functions = {name: getattr(comfy.model_management, name) for name in LOADED_LATER}
     comfy.model_patcher.CoreModelPatcher, Mapped._assigning = kind, True
-    comfy.model_management.unet_inital_load_device = lambda *_: torch.device("cpu")
+    vars(comfy.model_management).update(LOADED_LATER)
     try:
         yield
     finally:
         comfy.model_patcher.CoreModelPatcher, Mapped._assigning = patcher_class, False
-        comfy.model_management.unet_inital_load_device = first_device
+        vars(comfy.model_management).update(functions)
 
 
 def with_views(patcher: Kind) -> Kind:

@@ -20,7 +20,7 @@ from ..engine.comm.ranks import device_kind, join, rank, world_size
 from ..engine.comm.votes import differing_ranks
 from ..engine.graphs.block_compile import reporting_compilation
 from ..errors import OutOfMemory, Refused
-from ..jobs import DemoJob, EvaluationJob, Job, VAEJob
+from ..jobs import DemoJob, EvaluationJob, Job, VAEJob, answering_rank
 from ..specs import ComfySetup, Parallelism
 from ..wire.bundles import read_bundle, write_bundle
 from ..wire.channel import Channel
@@ -131,7 +131,7 @@ class Worker:
                 result = self._loops[type(job)](model, job, progress)
             self._models.end_job(keep_buffers=isinstance(job, EvaluationJob | VAEJob))  # the next one follows at once
             # It waits for the device: before `seconds` is read.
-            result_fd = write_bundle(result) if result is not None and rank() == 0 else None
+            result_fd = write_bundle(result) if result is not None and rank() == answering_rank(job) else None
         seconds = time.monotonic() - loaded
         done = Done(request.job, load_seconds=loaded - started, seconds=seconds, readings=progress.readings())
         return done, result_fd

@@ -1,4 +1,5 @@
-"""What ComfyUI reads off a MODEL, its options, a condition and a latent, and what becomes of it under a CP Sampler.
+"""What ComfyUI reads off a MODEL, its options, a condition and a latent, and what becomes of it under a CP Sampler; and
+what becomes of its text encoders under CP CLIP.
 
 `HONOURED`: it reaches the workers, or ComfyUI's own code reads it in its own process. `STEPWISE`: the loop then stays
 in ComfyUI's process. `REFUSED`: by name. `WITHOUT_EFFECT` on a latent.
@@ -146,4 +147,39 @@ HOOKS = {
     "AdditionalModels": (STEPWISE, "models that only ComfyUI's process has"),
     "TransformerOptions": (STEPWISE, "it has changed the model options by then, and would in the workers once more"),
     **alike(WITHOUT_EFFECT, "ComfyUI raises NotImplementedError", "ObjectPatch Injections"),
+}  # fmt: skip
+
+TEXT_ENCODERS = {  # under CP CLIP, by the class of `cond_stage_model`
+    **alike(
+        HONOURED, "compared with ComfyUI's own to the bit, tiny: test_clip.py",
+        "flux.FluxClipModel qwen_image.QwenImageTEModel sa_t5.SAT5Model sd1_clip.SD1ClipModel sdxl_clip.SDXLClipModel "
+        "sdxl_clip.SDXLRefinerClipModel z_image.ZImageTEModel",
+    ),
+    **alike(
+        HONOURED, "one encoder of the same kinds of layers, with other layers, templates or lengths",
+        "anima.AnimaTEModel aura_t5.AuraT5Model cogvideo.CogVideoXT5XXL cosmos.CosmosT5XXL ernie.ErnieTEModel "
+        "flux.Flux2TEModel genmo.MochiT5XXL jina_clip_2.JinaClip2TextModelWrapper longcat_image.LongCatImageTEModel "
+        "omnigen2.Omnigen2Model ovis.OvisTEModel pixart_t5.PixArtT5XXL sa3.SAT5GemmaModel sd2_clip.SD2ClipModel "
+        "sdxl_clip.StableCascadeClipModel wan.WanT5Model wan.WanTEModel lumina2.LuminaModel pixeldit.PixelDiTGemma2TE",
+    ),
+    **alike(
+        HONOURED, "several encoders in one CLIP: all of them are on one worker",
+        "ace.AceT5Model hidream.HiDreamTEModel hunyuan_image.HunyuanImageTEModel hydit.HyditModel "
+        "hunyuan_video.HunyuanVideoClipModel kandinsky5.Kandinsky5TEModel newbie.NewBieTEModel sd3_clip.SD3ClipModel",
+    ),
+    **alike(
+        HONOURED, "tokens carry images, video frames or sound as tensors, which are sent",
+        "boogu.BooguTEModel gemma4.Gemma4TEModel_ ideogram4.Ideogram4Qwen3VLTEModel ideogram4.Ideogram4TEModel "
+        "joyimage.JoyImageTEModel krea2.Krea2TEModel mage_flow.MageFlowTEModel minimax.MiniMaxH3TEModel "
+        "qwen35.Qwen35TEModel qwen3vl.Qwen3VLTEModel",
+    ),
+    **alike(
+        HONOURED, "draws audio codes as it encodes, from a generator with the seed of the tokens",
+        "ace15.ACE15TEModel minimax_music.MiniMaxMusic3TEModel",
+    ),
+    "lt.LTXAVTEModel": (HONOURED, "its projection is a part of it; its estimate of memory counts in the plan"),
+    **alike(HONOURED, "the number of its layers goes back as a plain value",
+            "gpt_oss.LensTEModel gpt_oss.LensGptOssClipModel"),
+    "sam3_clip.SAM3ClipModelWrapper": (HONOURED, "one condition a prompt goes back in a list"),
+    "hidream_o1.HiDreamO1TE": (WITHOUT_EFFECT, "no weights: ComfyUI passes the tokens on to the network"),
 }  # fmt: skip

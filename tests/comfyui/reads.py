@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 READS = {"get", "pop", "setdefault"}  # methods of a dict
+ENCODES = {"encode_token_weights", "reset_clip_options"}  # methods of a text encoder
 READS_A_COND = "get_models_from_cond"  # a function that is called with a list of conditions and a key
 LOOP = ("comfy/samplers.py", "comfy/sampler_helpers.py")
 RUNS = (  # code that runs on a MODEL, and makes what lies on it: no loaders, encoders or decoders
@@ -52,7 +53,7 @@ def read_by(comfyui: Path) -> dict[str, set[str]]:
     for what, (file, name) in NAMES.items():
         (kind,) = (kind for kind in _classes(comfyui / file) if kind.name == name)
         found[what] = {target.id for step in kind.body if isinstance(step, ast.Assign) for target in step.targets}  # type: ignore[attr-defined]  # names of an enumeration
-    return found
+    return found | {"TEXT_ENCODERS": text_encoders(comfyui)}
 
 
 def _keys_read(comfyui: Path, names: set[str], files: tuple[str, ...]) -> set[str]:
@@ -102,3 +103,22 @@ def attributes_set(code: ast.AST) -> Iterator[str]:
         match node:
             case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
                 yield name
+
+
+def text_encoders(comfyui: Path) -> set[str]:
+    """The classes, as `module.Class`, whose objects may be a CLIP's `cond_stage_model`: they encode tokens and take
+    options, or are of such a class. Classes that functions make of these are left out."""
+    paths = [*(comfyui / "comfy").glob("s*_clip.py"), *(comfyui / "comfy" / "text_encoders").glob("*.py")]
+    kinds = [(path.stem, kind) for path in paths for kind in _classes(path)]
+    found: set[str] = set()
+    before = -1
+    while len(found) > before:
+        before = len(found)
+        names = {name.rpartition(".")[2] for name in found}
+        for module, kind in kinds:
+            bases = {ast.unparse(base).rpartition(".")[2] for base in kind.bases}
+            methods = {step.name for step in kind.body if isinstance(step, ast.FunctionDef)}
+            made_of = (bases & names) - {"SD1ClipModel"}
+            if (bases & names or methods >= ENCODES) and not (kind.name.endswith("_") and made_of):
+                found.add(f"{module}.{kind.name}")
+    return found

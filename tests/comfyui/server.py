@@ -39,6 +39,7 @@ STOP_SECONDS = 10
 KINDS = {  # modules of tests/zoo that write files, with what they write last, or nearly so
     "unet_files": "gligen/unet.safetensors", "control_nets": "controlnet/sd15_t2i.safetensors",
     "model_patches": "model_patches/qwen_old.pt", "vaes": "vae_approx/taef1_decoder.safetensors",
+    "text_encoders": "text_encoders/qwen3_4b.safetensors",
 }  # fmt: skip
 LEASH_SECONDS = 3  # a dead ComfyUI takes its workers with it within this
 

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 DETECTION = "comfy.model_detection"
+QWEN_VL = "comfy.text_encoders.qwen_vl"
 PATCHES = os.path.join("comfy_extras", "nodes_model_patch.py")
 
 
@@ -42,6 +43,18 @@ def accept_tiny_files(detection: ModuleType) -> None:
     neighbour("tiny_override").install_tiny_override(detection)
 
 
+def shrink_vision(module: ModuleType) -> None:
+    """ComfyUI hard-codes the sizes of the vision transformer in Qwen2.5-VL."""
+    kind: Any = module.Qwen2VLVisionTransformer  # type: ignore[attr-defined]
+    make = kind.__init__
+    small = {"hidden_size": 64, "intermediate_size": 32, "num_heads": 2, "num_layers": 2}
+
+    def init(self: Any, **settings: Any) -> None:
+        make(self, **settings | small)
+
+    kind.__init__ = init
+
+
 def accept_tiny_patches() -> None:
     """ComfyUI imports its extra nodes by their file, so that no finder is asked for them."""
     loader: Any = importlib.machinery.SourceFileLoader
@@ -68,6 +81,7 @@ def neighbour(name: str) -> Any:
 
 
 sys.meta_path.insert(0, WhenImported(DETECTION, accept_tiny_files))  # type: ignore[arg-type]
+sys.meta_path.insert(0, WhenImported(QWEN_VL, shrink_vision))  # type: ignore[arg-type]
 accept_tiny_patches()
 for fault in filter(None, os.environ.get("CP_TEST_FAULT", "").split(";")):
     if fault == "tape":

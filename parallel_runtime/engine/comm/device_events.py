@@ -105,7 +105,7 @@ class BlockCounter:
 
     def watch(self, network: nn.Module) -> None:
         """Counts the blocks of every later forward."""
-        for block in _outermost_blocks(network):
+        for block in outermost_blocks(network):
             block.register_forward_hook(self._note)
 
     def have_advanced(self) -> bool:
@@ -123,10 +123,10 @@ class BlockCounter:
         self._launched.append(self._make_event())
 
 
-def _outermost_blocks(module: nn.Module) -> Iterator[nn.Module]:
+def outermost_blocks(module: nn.Module) -> Iterator[nn.Module]:
     """Yields what the network's lists of modules hold, without lists inside of these."""
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.Sequential):
             yield from child
         else:
-            yield from _outermost_blocks(child)
+            yield from outermost_blocks(child)

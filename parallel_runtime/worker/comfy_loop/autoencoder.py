@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ...architectures.autoencoders import COMPARED, kind_of, name_of
 from ...engine.comm.mesh import MeshDim, participating_ranks
-from ...engine.comm.ranks import machine, machine_ranks
+from ...engine.comm.ranks import machine, machine_ranks, rank
 from ...engine.comm.votes import refuse_on_all_ranks
 from ...engine.rows.conversion import Conversion, error_limit, leave_undivided, share_of
 from ...engine.rows.row_share import Share
@@ -183,7 +183,8 @@ def report_progress(progress: Progress, ranks: MeshDim, model: nn.Module, job: V
         nonlocal frames
         if (tensor := next((value for value in (out, *args) if isinstance(value, Tensor)), None)) is not None:
             frames += tensor.shape[2] if tensor.ndim == 5 else tensor.shape[0]
-            progress.report_frames(min(frames, total), total)
+            if rank() == 0:
+                progress.report_done(min(frames, total), total)
 
     progress.vote(ranks)
     with layer.register_forward_hook(count_frames) if layer else nullcontext():

@@ -228,7 +228,7 @@ def _load(
     """Loads one model. Raises Refused where this rank's ComfyUI has the weights in another dtype than the host's, or
     the node that made a pack's MODEL makes another one."""
     on_progress(0.0)
-    arguments = json.loads(spec.arguments, object_hook=_out_of_json)
+    arguments = arguments_of(spec)
     if spec.weights_fingerprint:
         patcher: Any = load_same(RankPatcher, named(spec.loader), arguments, spec.weights_fingerprint)
     else:
@@ -252,8 +252,16 @@ def _load(
     )
 
 
+def arguments_of(spec: ModelSpec) -> list[Any]:
+    """Returns the arguments of the loader."""
+    arguments: list[Any] = json.loads(spec.arguments, object_hook=_out_of_json)
+    return arguments
+
+
 def _out_of_json(value: dict[str, Any]) -> Any:
-    """Decodes the dtypes that nodes/describe/model.py encodes."""
+    """Decodes the dtypes and enums that nodes/describe/model.py encodes."""
+    if value.keys() == {"enum", "name"}:
+        return named(value["enum"])[value["name"]]
     return getattr(torch, value["torch.dtype"]) if value.keys() == {"torch.dtype"} else value
 
 

@@ -170,10 +170,9 @@ class Progress:
         while len(self._steps) > 1 and self._steps[1].query():
             self._step_seconds = seconds_between(self._steps.popleft(), self._steps[0])
 
-    def report_frames(self, frames: int, total: int) -> None:
-        """Reports how many frames of a video have gone through a VAE."""
-        if rank() == 0:
-            self._channel.offer(Step(self._job, frames, total))
+    def report_done(self, done: int, total: int) -> None:
+        """Reports how many frames of a video, or tokens of a text, are done. Call it on one rank."""
+        self._channel.offer(Step(self._job, done, total))
 
     def _send_heartbeat(self, loaded: float | None) -> None:
         """Sends a heartbeat if one is due, or at once when the phase has changed: the host's timeouts depend on it."""

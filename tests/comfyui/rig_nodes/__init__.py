@@ -15,6 +15,7 @@ from .pack_loaders import NODES as PACK_LOADERS
 from .pictures import Draw, Heard, Pictures, SaveConcat, SavePictures, Seed, Seen
 from .refusables import AttentionPatch, Control, ForeignWrapper, RealControl, Tampered
 from .shapes import NODES as SHAPES
+from .text_encoders import NODES as TEXT_ENCODERS
 from .tiny_models import NODES as TINY_MODELS
 
 
@@ -32,7 +33,7 @@ class TestNodes(ComfyExtension):
             ForeignWrapper,
             Tampered,
         ]
-        return [*ends, *pictures, *foreign, *PACK_CODE, *PACK_LOADERS, *TINY_MODELS, *SHAPES]
+        return [*ends, *pictures, *foreign, *PACK_CODE, *PACK_LOADERS, *TINY_MODELS, *SHAPES, *TEXT_ENCODERS]
 
 
 async def comfy_entrypoint() -> ComfyExtension:

@@ -1,0 +1,120 @@
+"""CP CLIP: takes a CLIP and returns the same CLIP with its text encoder in the workers. ComfyUI's own code stays around
+it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import comfy.sd
+from comfy_api.latest import io
+
+from ...parallel_runtime.errors import Refused
+from ...parallel_runtime.loading.mapped import has_dynamic_vram
+from ...parallel_runtime.request import ParallelRequest
+from ...parallel_runtime.specs import ModelSpec
+from ..describe.clip import describe_clip
+from ..describe.refused_event import announce_refusals
+from ..describe.vae import NotParallel
+from ..remote.in_workers import InWorkers, in_workers, warn
+from ..remote.remote_encoder import EncoderPatcher, RemoteEncoder, copy_state
+from ..remote.remote_vae import placement_for
+from ..server.settings import refresh, request_from
+from .cp_config import CATEGORY, CPConfig
+
+OPTIONS = ("apply_hooks_to_conds", "layer_idx", "tokenizer", "tokenizer_options", "use_clip_schedule")  # of a CLIP
+
+
+class CPCLIP(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="CPCLIP",
+            display_name="CP CLIP",
+            category=CATEGORY,
+            description="Makes any node that encodes a prompt use a text encoder in the workers, on the GPU with the "
+            "most room beside the network, with the same result.",
+            search_aliases=["clip text encode", "text encoder", "multi gpu", "t5", "qwen", "context parallel"],
+            inputs=[
+                io.Clip.Input("clip", tooltip="From Load CLIP, DualCLIPLoader or Load Checkpoint."),
+                CPConfig.Input(
+                    "cp_config",
+                    optional=True,
+                    tooltip="Which workers. Unconnected: the ones that a CP sampler has started, else every GPU.",
+                ),
+            ],
+            outputs=[io.Clip.Output(tooltip="For every node that takes a CLIP.")],
+        )
+
+    @classmethod
+    @announce_refusals()
+    def execute(cls, clip: Any, cp_config: ParallelRequest | None = None) -> io.NodeOutput:
+        if clip is None:
+            raise Refused("clip.none")
+        refresh()
+        request = None if cp_config is None else request_from(cp_config)
+        placement_for(request)  # raises Refused before the rest of the graph runs
+        return io.NodeOutput(parallel_clip(clip, request))
+
+
+def parallel_clip(clip: comfy.sd.CLIP, request: ParallelRequest | None) -> comfy.sd.CLIP:
+    """Returns `clip` with its text encoder in the workers, or `clip` itself, with a warning in the log, where workers
+    cannot have it."""
+    native = clip.to_native() if isinstance(clip, ParallelCLIP) else clip
+    try:
+        return ParallelCLIP(native, native, describe_clip(native), request)
+    except (NotParallel, Refused) as reason:
+        warn(ParallelCLIP.does, reason)
+        return clip
+
+
+class ParallelCLIP(InWorkers, comfy.sd.CLIP):
+    """A CLIP whose text encoder is in the workers; `clip` has its options and patches."""
+
+    does = "CP CLIP encodes"
+
+    def __init__(
+        self,
+        clip: comfy.sd.CLIP,
+        native: comfy.sd.CLIP,
+        spec: ModelSpec,
+        request: ParallelRequest | None,
+    ) -> None:
+        super().__init__()
+        self.__dict__.update(vars(clip.clone() if clip is native else clip))
+        self._native, self._spec, self._request = native, spec, request
+        self.patcher = EncoderPatcher.of(clip.patcher)
+        self.cond_stage_model = RemoteEncoder(self, native.cond_stage_model, spec, request)
+
+    encode_from_tokens = in_workers(comfy.sd.CLIP, "encode_from_tokens")
+    encode_from_tokens_scheduled = in_workers(comfy.sd.CLIP, "encode_from_tokens_scheduled")
+    generate = in_workers(comfy.sd.CLIP, "generate")
+
+    @contextmanager
+    def using_workers(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.cond_stage_model.end()
+
+    def clone(self, *args: Any, **kwargs: Any) -> ParallelCLIP:
+        """ComfyUI clones a CLIP without dynamic VRAM for hooks."""
+        made = comfy.sd.CLIP.clone(self, *args, **kwargs)
+        static = any(args) or any(kwargs.values())
+        spec = replace(self._spec, dynamic_vram=self._spec.dynamic_vram and not static)
+        return ParallelCLIP(made, self._native, spec, self._request)
+
+    def load_model(self, tokens: Any = None) -> EncoderPatcher:
+        """Loads nothing here. ComfyUI applies the CLIP's hooks as it loads it."""
+        self.patcher.apply_hooks(self.patcher.forced_hooks, force_apply=True)
+        return self.patcher
+
+    def to_native(self) -> comfy.sd.CLIP:
+        """Returns ComfyUI's own CLIP with the options, patches and hooks of this one."""
+        static = has_dynamic_vram() and self._native.is_dynamic() and not self._spec.dynamic_vram
+        native = self._native.clone(disable_dynamic=True) if static else self._native.clone()
+        vars(native).update({name: getattr(self, name) for name in OPTIONS})
+        copy_state(self.patcher, native.patcher)
+        return native
