@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ import torch
 
 from ..zoo.encoder_options import OPTIONS
 from .client import Graph, Interrupted, NodeError
-from .graphs import Parallel
-from .latents import saved_latents
-from .server import Server
+from .comfy import ComfyInstall
+from .graphs import Job, Parallel, sampling_graph
+from .latents import latent_of, saved_latents
+from .server import Server, running_server
 from .vae_graphs import THREE, TWO, node
 
 ENCODED = "[CP] text encoded on"
@@ -27,6 +29,8 @@ CLIPS = {
     "sdxl": ("clip_l,clip_g", "STABLE_DIFFUSION"),
     "stable audio": ("t5base", "STABLE_AUDIO"),
     "flux": ("clip_l,t5xxl", "FLUX"),
+    "flux in fp8": ("clip_l,t5xxl_fp8", "FLUX"),
+    "flux in scaled fp8": ("clip_l,t5xxl_scaled", "FLUX"),
     "qwen image": ("qwen25_7b", "QWEN_IMAGE"),
     "z image": ("qwen3_4b", "STABLE_DIFFUSION"),
 }
@@ -91,6 +95,50 @@ def both(server: Server, which: str, parallel: Parallel | None, *steps: dict[str
 @pytest.mark.parametrize("which", BY_TEXT)
 def test_a_prompt_with_weights_is_encoded_to_the_same_bits(clips: Server, which: str) -> None:
     both(clips, which, TWO)
+
+
+def test_an_embedding_goes_with_the_prompt(clips: Server) -> None:
+    with_it = both(clips, "sd1", TWO, class_type="CLIPTextEncode", text="a (embedding:fox:1.2) in the snow")
+    assert not torch.equal(with_it, both(clips, "sd1", TWO, class_type="CLIPTextEncode", text="a in the snow"))
+
+
+def test_a_sampler_and_a_prompt_share_the_workers_and_none_is_loaded_twice(clips: Server) -> None:
+    def sampled() -> torch.Tensor:
+        return latent_of(clips.client.run(sampling_graph(Job(family="flux_dev"), "CPSampler", TWO)))
+
+    both(clips, "flux", TWO)
+    want, before, since = sampled(), clips.workers(), clips.log_size()
+    both(clips, "flux", TWO, class_type="CLIPTextEncode", text="another prompt")
+    assert torch.equal(sampled(), want)
+    assert "loaded in 0.0" in clips.log(since)
+    assert clips.workers() == before
+
+
+@pytest.fixture(scope="module")
+def unequal(comfy: ComfyInstall) -> Iterator[Server]:
+    """The second of two workers has room for a tiny text encoder, the first has none."""
+    with running_server(comfy, env={"CP_MEMORY_GIB": "0.001,0.018"}) as server:
+        server.write_tiny("text_encoders")
+        yield server
+
+
+def test_the_worker_with_the_most_room_encodes_generates_and_is_cancelled(unequal: Server) -> None:
+    both(unequal, "stable audio", TWO)
+    ranks = unequal.client.get("/cp/status")["ranks"]
+    assert [resident_of(rank, "t5base.safetensors") > 0 for rank in ranks] == [False, True]
+    assert torch.equal(result(unequal, generating("z image", TWO, 9)), result(unequal, generating("z image", False, 9)))
+    before = unequal.workers()
+    cancel_in_the_middle(unequal)
+    both(unequal, "stable audio", TWO)
+    assert unequal.workers() == before
+
+
+def test_an_encoder_that_fits_nowhere_is_encoded_by_comfyui_with_both_sizes_in_the_log(unequal: Server) -> None:
+    since = unequal.log_size()
+    result(unequal, encoding("qwen image", TWO))
+    log = unequal.log(since)
+    assert "no worker may use more than 18.4 MiB of its device (CP_MEMORY_GIB says so)" in log
+    assert ENCODED not in log
 
 
 def test_one_worker_and_three_encode_the_same_bits(clips: Server) -> None:
@@ -192,16 +240,20 @@ def test_an_encoder_that_generates_no_text_gives_comfyuis_own_error(clips: Serve
 
 
 def test_a_prompt_is_cancelled_in_its_middle_and_the_workers_stay(clips: Server) -> None:
-    want, before, since = result(clips, generating("z image", TWO, 9)), clips.workers(), clips.client.now()
-    prompt = clips.client.queue(generating("z image", TWO, 200_000))
-    clips.client.wait(lambda event: event.kind == "progress" and event.data["max"] == 200_000, 120, since)
-    clips.client.interrupt(prompt)
-    asked_at = time.monotonic()
-    with pytest.raises(Interrupted):
-        clips.client.finish(prompt, since=since, timeout=60)
-    assert time.monotonic() - asked_at < 10
+    want, before = result(clips, generating("z image", TWO, 9)), clips.workers()
+    cancel_in_the_middle(clips)
     assert torch.equal(result(clips, generating("z image", TWO, 9)), want)
     assert clips.workers() == before
+
+
+def cancel_in_the_middle(server: Server) -> None:
+    since, prompt = server.client.now(), server.client.queue(generating("z image", TWO, 200_000))
+    server.client.wait(lambda event: event.kind == "progress" and event.data["max"] == 200_000, 120, since)
+    server.client.interrupt(prompt)
+    asked_at = time.monotonic()
+    with pytest.raises(Interrupted):
+        server.client.finish(prompt, since=since, timeout=60)
+    assert time.monotonic() - asked_at < 10
 
 
 def test_a_killed_worker_is_named_and_the_next_prompt_is_encoded(clips: Server) -> None:

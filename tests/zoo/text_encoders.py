@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from .encoder_options import CLIP, OPTIONS
-from .files import weights_of
+from .files import Weights, weights_of
 from .tiny import normal
 
 MAKERS = {
@@ -25,8 +25,8 @@ MAKERS = {
     "qwen25_7b": lambda **with_: comfy.text_encoders.qwen_image.QwenImageTEModel(**with_).qwen25_7b,
     "qwen3_4b": lambda **with_: comfy.text_encoders.z_image.ZImageTEModel(**with_).qwen3_4b,
 }
-IN_FLOAT16 = ("clip_g", "qwen25_7b")
-"""Files in the dtype that ComfyUI gives text encoders; it casts the others."""
+FP8 = torch.float8_e4m3fn
+IN_FLOAT16 = ("clip_g", "qwen25_7b")  # as ComfyUI has text encoders; it casts the others
 
 
 def write(models: Path) -> None:
@@ -44,3 +44,20 @@ def write(models: Path) -> None:
         if name in IN_FLOAT16:
             weights = {key: value.half() for key, value in weights.items()}
         save_file(weights, folder / f"{name}.safetensors")
+        if name == "t5xxl":
+            save_file({key: value.to(FP8) for key, value in weights.items()}, folder / "t5xxl_fp8.safetensors")
+            save_file(scaled(weights), folder / "t5xxl_scaled.safetensors")
+    (models / "embeddings").mkdir(exist_ok=True)
+    save_file({"clip_l": normal(2, CLIP["hidden_size"])}, models / "embeddings" / "fox.safetensors")
+
+
+def scaled(weights: Weights) -> Weights:
+    """The matrices of attention in fp8 with a scale each, as ComfyUI's first scaled files have them."""
+    made: Weights = {"scaled_fp8": torch.zeros(0, dtype=FP8)}
+    for key, value in weights.items():
+        layer = key.removesuffix(".weight")
+        if "SelfAttention" in layer and "bias" not in layer:
+            made |= {f"{layer}.scale_weight": torch.tensor(0.01), key: (value / 0.01).to(FP8)}
+        else:
+            made[key] = value.half()
+    return made
