@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import comfy.model_management
 import comfy.sd
 from comfy_api.latest import io
 
@@ -110,6 +111,17 @@ class ParallelCLIP(InWorkers, comfy.sd.CLIP):
         """Loads nothing here. ComfyUI applies the CLIP's hooks as it loads it."""
         self.patcher.apply_hooks(self.patcher.forced_hooks, force_apply=True)
         return self.patcher
+
+    def get_key_patches(self) -> dict[str, Any]:
+        patches: dict[str, Any] = self.to_native().get_key_patches()
+        return patches
+
+    def state_dict_for_saving(self) -> dict[str, Any]:
+        """Returns the weights with all patches merged: only ComfyUI's process saves files."""
+        native = self.to_native()
+        comfy.model_management.load_models_gpu([native.patcher], force_patch_weights=True)
+        state: dict[str, Any] = native.state_dict_for_saving()
+        return state
 
     def to_native(self) -> comfy.sd.CLIP:
         """Returns ComfyUI's own CLIP with the options, patches and hooks of this one."""

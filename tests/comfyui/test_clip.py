@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from ..zoo.encoder_options import OPTIONS
 from .client import Graph, Interrupted, NodeError
@@ -175,6 +176,21 @@ def test_a_lora_before_cp_clip_is_honoured_for_every_format_of_file(clips: Serve
         since = clips.log_size()
         assert torch.equal(result(clips, graph), result(clips, native))
         assert ENCODED in clips.log(since)
+
+
+def test_a_clip_is_saved_with_its_lora_by_comfyui(clips: Server) -> None:
+    both(clips, "sd1", TWO)
+    saved = []
+    for parallel in (False, TWO):
+        graph = encoding("sd1", parallel, LORA)
+        prefix = f"saved_{next(nonces)}"
+        graph["file"] = node("CLIPSave", clip=["step 0", 0], filename_prefix=prefix)
+        result(clips, graph)
+        (path,) = (clips.base / "output").glob(f"{prefix}*.safetensors")
+        saved.append(load_file(path))
+    native, ours = saved
+    assert native.keys() == ours.keys()
+    assert all(torch.equal(native[name], ours[name]) for name in native)
 
 
 def hooked(which: str, parallel: Parallel | bool, *, scheduled: bool) -> Graph:
