@@ -19,7 +19,7 @@ from ...parallel_runtime.loading.fingerprint import stat_file, structure_fingerp
 from ...parallel_runtime.loading.mapped import has_dynamic_vram
 from ...parallel_runtime.specs import ModelSpec, SourceFile
 from .describer import describer
-from .foreign_code import changes_of, check_merging, foreign_layers
+from .foreign_code import MERGES, changes_of, check_code, foreign_layers
 from .model import argument_to_json
 from .vae import NotParallel
 
@@ -69,7 +69,7 @@ def describe_encoding(patcher: ModelPatcher, arguments: dict[str, Any], options:
     """Describes a call of the text encoder, with the hooks in force. Raises Refused for what workers cannot have."""
     parts, hooks = describer(packs=False), patcher.get_combined_hook_patches(patcher.current_hooks)
     if hooks:
-        check_merging()
+        check_code(MERGES)
     patches = {key: list(each) for key, each in hooks.items()}
     return parts.described(
         {
