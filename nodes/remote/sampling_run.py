@@ -239,7 +239,9 @@ class RemoteSampling:
                     return self._sample_in_workers(guider, undivided, replace(job, batch_coupled=True), call, take_back)
                 except Refused:
                     raise error from None  # the degrees that were asked for need a split network
-from ...parallel_runtime.loading.packs import note_failed_import, packs_named, proven, unusable
+            note_failed_import(packs_named(described.spec.loader), error)
+            if not note_failed_import(job.packs, error) or unusable.keys() & {*described.packs}:
+                raise  # workers have to merge weight patches
         return self(executor, *args, **kwargs)  # without these packs
 
     def _check_patches(self, guider: comfy.samplers.CFGGuider, described: DescribedModel, call: OuterSample) -> None:

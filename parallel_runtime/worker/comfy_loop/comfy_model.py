@@ -252,10 +252,9 @@ def _load(
     )
 
 
-def arguments_of(spec: ModelSpec) -> list[Any]:
-    """Returns the arguments of the loader."""
-    arguments: list[Any] = json.loads(spec.arguments, object_hook=_out_of_json)
-    return arguments
+def arguments_of(spec: ModelSpec) -> Any:
+    """Returns the arguments of the loader: a list, or of a pack's node a dict."""
+    return json.loads(spec.arguments, object_hook=_out_of_json)
 
 
 def _out_of_json(value: dict[str, Any]) -> Any:
