@@ -206,7 +206,7 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> DescribedMo
     stats = replace(
         network_stats_of(network, architecture, weight_bytes, item_bytes), no_lse=without_lse(model, request)
     )
-    weight_patches, patches_describer = describe_weight_patches(model)
+    patches_describer = describer()
     graphs = request.options.cuda_graphs != "off" and comfy.model_management.get_torch_device().type == CUDA.kind
     described = DescribedModel(
         spec=replace(
@@ -216,7 +216,7 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> DescribedMo
             patches_fingerprint=str(model.patches_uuid) if model.patches else "",
             compilation=compiled,
         ),
-        weight_patches=weight_patches,
+        weight_patches=describe_weight_patches(model, patches_describer),
         packs=list(patches_describer.packs),
         code=patches_describer.code,
         network=network,
@@ -304,10 +304,10 @@ def _check_first_seen(model: ModelPatcher, files: tuple[SourceFile, ...]) -> Non
         raise Refused("model.changed", path=files[0].path)
 
 
-def describe_weight_patches(model: ModelPatcher) -> tuple[Described, Describer]:
+def describe_weight_patches(model: ModelPatcher, patches_describer: Describer) -> Described:
     """Describes MODEL's weight patches (LoRA, merged models, adapters of packs) by weight. Raises Refused for what
     workers cannot have."""
-    described, patches_describer = {}, describer()
+    described: dict[str, Any] = {}
     try:
         if model.patches:
             check_code(MERGES)
@@ -316,7 +316,7 @@ def describe_weight_patches(model: ModelPatcher) -> tuple[Described, Describer]:
     except Unsendable as unsendable:
         raise Refused("model.weights", reason=unsendable.sentence) from None
     check_size(list(patches_describer.tensors.values()))
-    return patches_describer.described(described), patches_describer
+    return patches_describer.described(described)
 
 
 def network_stats_of(

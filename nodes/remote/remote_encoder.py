@@ -20,6 +20,7 @@ from ...parallel_runtime.planning.run_plan import Estimate, RunPlan
 from ...parallel_runtime.request import ParallelRequest
 from ...parallel_runtime.specs import ModelSpec, Parallelism
 from ..describe.clip import check_encoder, describe_encoding, with_patches
+from ..describe.describer import describer
 from ..describe.model import describe_weight_patches
 from ..describe.vae import NotParallel
 from .comfy_memory import LIMIT, WeightlessPatcher, free_model, room_bytes, user_limits
@@ -105,7 +106,7 @@ class RemoteEncoder:
         self._called, patcher = True, self._clip.patcher
         check_encoder(patcher)
         spec, described = with_patches(self._spec, patcher), describe_encoding(patcher, arguments, self._options)
-        weight_patches = describe_weight_patches(patcher)
+        weight_patches = describe_weight_patches(patcher, describer(packs=False))
         with lease_workers(spec, placement_for(self._request)) as lease:
             rank, plan = self._plan(lease, next(iter(arguments.values())))
             if lack := lease.claim(plan, limited=True):

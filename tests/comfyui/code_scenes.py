@@ -175,7 +175,7 @@ def too_large(rank: int, world: int, what: str) -> str:
             model.register_parameter(name, torch.nn.Parameter(weight, requires_grad=False))
         patcher = ModelPatcher(model, cpu, cpu)
         patcher.add_patches(patcher.get_key_patches(), 0.3, 0.7)
-        node_module("describe.model").describe_weight_patches(patcher)
+        node_module("describe.model").describe_weight_patches(patcher, node_module("describe.describer").describer())
     except errors.Refused as refused:
         return f"{refused.code}: {refused}"
     return ""
