@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import itemgetter
@@ -157,7 +158,8 @@ class ComfyModel(Model):
         if self.weight_patches[0] != self.spec.patches_fingerprint:
             if patches is None:
                 raise Refused("weights.unsent")
-            with refuse_on_all_ranks():  # one may lack a pack that has code of them
+            # One rank may lack a pack that has code of them; a text encoder's have none, and are on one rank alone.
+            with nullcontext() if self.spec.text_encoder else refuse_on_all_ranks():
                 self.weight_patches = (self.spec.patches_fingerprint, rebuild(patches))
             self.clear_kv_cache()
         made: RankPatcher = self.patcher.clone()
