@@ -31,6 +31,7 @@ from ...loading.mapped import load_mapped
 from ...loading.node_loader import load_same
 from ...loading.object_codec import rebuild
 from ...loading.packs import import_pack, packs_named
+from ...loading.replaced_code import check_replaced, replaced_code
 from ...specs import Compilation, ModelSpec, Parallelism
 from ..models import Model
 from ..step_cache import StepCache
@@ -180,6 +181,13 @@ class ComfyModel(Model):
             self.partner.spec = self.spec.partner
             models.append(self.partner)
         return list(zip(models, weight_patches, strict=True))
+
+    def check_replaced(self, wanted: dict[str, list[str]], *, loop: bool = True) -> None:
+        """Raises Refused where packs have not replaced in this process what they have in ComfyUI's: `wanted`, of a
+        SamplingJob. Without `loop`, the sampling loop is in ComfyUI's process. Collective."""
+        networks = [self.network, *([self.partner.network] if self.partner else ())]
+        with refuse_on_all_ranks():
+            check_replaced(wanted, replaced_code(networks, merging=bool(self.spec.patches_fingerprint), loop=loop))
 
     @property
     def additional_weights(self) -> list[Tensor]:
