@@ -29,7 +29,7 @@ FAILURES = ("pack.missing", "pack.other", "pack.fails", "pack.replaces")
 OURS = os.path.realpath(Path(__file__).parents[2])
 STARTED = time.time()  # this process has what files were before
 unusable: dict[str, str] = {}  # in ComfyUI's process, by PACK@FINGERPRINT: why workers have failed to import it
-imported: list[str] = []  # in a worker
+asked: set[str] = set()  # in a worker: those it was to import, alike on all ranks, also where that failed
 proven: set[str] = set()  # in ComfyUI's process: those that workers have imported
 
 
@@ -147,8 +147,9 @@ def import_pack(pack: str) -> str:
 
 def _import(pack: str, name: str, file: str) -> None:
     _stand_in_for_server()
-    importlib.import_module("comfy_extras.nodes_post_processing")  # nodes_latent and it import each other: not that first
-    imported.append(pack)
+    importlib.import_module(
+        "comfy_extras.nodes_post_processing"
+    )  # nodes_latent and it import each other: not that first
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None

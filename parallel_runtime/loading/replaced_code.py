@@ -17,8 +17,6 @@ from pathlib import Path
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
-import comfy.ldm.modules.attention
-import comfy.sd
 import torch
 from torch import nn
 

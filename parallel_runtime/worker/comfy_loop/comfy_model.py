@@ -30,7 +30,7 @@ from ...loading.code_names import named
 from ...loading.mapped import load_mapped
 from ...loading.node_loader import load_same
 from ...loading.object_codec import rebuild
-from ...loading.packs import import_pack, packs_named
+from ...loading.packs import asked, import_pack, packs_named
 from ...loading.replaced_code import check_replaced, replaced_code
 from ...specs import Compilation, ModelSpec, Parallelism
 from ..models import Model
@@ -211,6 +211,7 @@ class ComfyModel(Model):
 def import_packs(packs: Sequence[str]) -> None:
     """Imports PACK@FINGERPRINTs: rank 0 first, since packs may write files then, and the others after it. Raises
     Refused on all ranks where one cannot. Collective."""
+    asked.update(packs)
     for first in (True, False):
         with refuse_on_all_ranks():
             for pack in packs if first == (rank() == 0) else ():

@@ -24,7 +24,7 @@ METHODS = (*FORWARDS, "preprocess_text_embeds")  # methods of a network that cod
 
 def evaluate(model: ComfyModel, job: EvaluationJob, progress: Progress) -> dict[str, Any]:
     """Returns {"out": what the network gives: a tensor [B, C_out, (T,) H, W], or several in a list}."""
-    if packs.imported and job.cond_arguments is not None:  # once a run; an earlier job's packs may have replaced code
+    if packs.asked and job.cond_arguments is not None:  # once a run; an earlier job's packs may have replaced code
         model.check_replaced({}, loop=False)
     patcher, device = model.clone(job.weight_patches, progress.loading), model.device
     options: dict[str, Any] | None = None
