@@ -34,10 +34,11 @@ class SamplingJob:
     `mask`, as ComfyUI's `prepare_mask` leaves it; `sigmas` is 1-D. `random_states` are the host's generator states by
     device type: samplers may draw from them, and would on a device of this `generator_kind`. `weight_patches` are those
     of the same MODELs, each None where the workers have them already. `latent_shapes` belong to latents (audio and
-    video) that are packed into one. `batch_coupled` means that something on the MODEL sees every prompt and image at
-    once, so they are not divided; `images_coupled`, that something sees every image of a prompt, so only prompts are
-    divided. An entry of a batch is one image for one prompt: `entries_per_call` of them go through the network at once;
-    0 for all, also those of several prompts.
+    video) that are packed into one. `packs` are imported first, in this order; `replaced` has by name the fingerprint
+    and the packs of ComfyUI's and torch's code that they have replaced. `batch_coupled` means that something on the
+    MODEL sees every prompt and image at once, so they are not divided; `images_coupled`, that something sees every
+    image of a prompt, so only prompts are divided. An entry of a batch is one image for one prompt: `entries_per_call`
+    of them go through the network at once; 0 for all, also those of several prompts.
     """
 
     guider: str
@@ -51,6 +52,7 @@ class SamplingJob:
     generator_kind: str
     weight_patches: list[Described | None]
     packs: list[str]
+    replaced: dict[str, list[str]]
     batch_coupled: bool
     latent_shapes: list[Any] | None = None
     entries_per_call: int = 0

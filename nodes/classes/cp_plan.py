@@ -23,6 +23,7 @@ from ...parallel_runtime.group.history import Pace, RunSetup
 from ...parallel_runtime.group.machine_check import checked_plan
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.loading.code_names import Unsendable
+from ...parallel_runtime.loading.replaced_code import replaced_in_loop
 from ...parallel_runtime.planning.request_checks import LEAST_STEPS
 from ...parallel_runtime.planning.run_plan import RunPlan
 from ...parallel_runtime.request import ParallelRequest
@@ -248,7 +249,7 @@ def _with_controls(model: Any, described: DescribedModel, conds: Conds) -> tuple
     ComfyUI's process ("" where it does not)."""
     controls = controls_of(conds)
     try:
-        check_loop()
+        check_loop(replaced_in_loop())
         parts = describer(model=model)
         describe_on_model(model, model.model_options, None, parts)
         describe_conds(conds, model.model_options, parts)

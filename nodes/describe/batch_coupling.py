@@ -10,6 +10,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import itertools
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -25,9 +26,14 @@ from ...parallel_runtime.architectures import architecture_of
 from ...parallel_runtime.errors import Refused
 from ...parallel_runtime.loading.code_names import is_comfyui, is_of_a_pack, qualified_name
 from ...parallel_runtime.loading.object_codec import PLAIN
+from ...parallel_runtime.loading.replaced_code import Replaced, variable
 from .model_patches import AROUND_NETWORK, native_network, wrappers_of
 
 STATELESS = (*PLAIN.__args__, Enum, type, types.ModuleType, Tensor, torch.dtype, nn.Module, ModelPatcher)
+CHANGEABLE = (list, dict, set)
+EVALUATE = ("comfy.conds.", "comfy.hooks.", "comfy.model_base.", "comfy.model_sampling.")  # inside evaluations
+EVALUATING = {"_calc_cond_batch", "can_concat_cond", "cond_cat", "cond_equal_size", "finalize_default_conds",
+              "get_area_and_mult"}  # fmt: skip
 FUNCTION = "model_function_wrapper"  # the model option that is called around each evaluation
 # Wrappers around one evaluation, and the callback between two with different hooks.
 AROUND = (WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL, CallbacksMP.ON_APPLY_HOOKS)
@@ -61,6 +67,42 @@ def couples_by_masks(network: nn.Module, *masks: Tensor | None) -> bool:
     if not any("denoise_mask" in inspect.signature(call).parameters for call in calls):
         return False
     return any(bool((mask != mask[:1]).any()) for mask in masks if mask is not None)
+
+
+def couples_evaluations(replaced: Replaced) -> bool:
+    """May code that a pack has put in place of ComfyUI's, around or inside an evaluation of the network, keep something
+    for the next one?"""
+    around = replaced.name.startswith(EVALUATE) or replaced.name in {f"comfy.samplers.{name}" for name in EVALUATING}
+    return around and _keeps(replaced.code, set())
+
+
+def _keeps(function: Any, seen: set[int]) -> bool:
+    """May this function assign to variables or attributes of others, or use what can be changed? Anything but a
+    function may."""
+    if not isinstance(function, types.FunctionType):
+        return True
+    if id(function) in seen or is_comfyui(function):
+        return False
+    seen.add(id(function))
+    for before, step in itertools.pairwise(_instructions(function.__code__)):
+        outer = step.opname == "STORE_DEREF" and step.argval in function.__code__.co_freevars
+        if outer or step.opname == "STORE_GLOBAL":
+            return True
+        owner = variable(function, before.argval) if before.opname in ("LOAD_GLOBAL", "LOAD_DEREF") else None
+        used = getattr(owner, step.argval, None) if step.opname in ("LOAD_ATTR", "LOAD_METHOD") else None
+        changed = isinstance(owner, CHANGEABLE) or isinstance(used, (*CHANGEABLE, types.MethodType))
+        if (owner is not None and step.opname == "STORE_ATTR") or changed:
+            return True
+        if any(_keeps(one, seen) for one in (owner, used) if is_of_a_pack(one) and isinstance(one, types.FunctionType)):
+            return True
+    return False
+
+
+def _instructions(code: types.CodeType) -> Iterator[dis.Instruction]:
+    yield from dis.get_instructions(code)
+    for part in code.co_consts:
+        if isinstance(part, types.CodeType):
+            yield from _instructions(part)
 
 
 def keeps_state(model: ModelPatcher, options: dict[str, Any]) -> bool:

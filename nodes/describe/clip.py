@@ -17,9 +17,10 @@ from ...parallel_runtime.jobs import Described
 from ...parallel_runtime.loading.code_names import is_comfyui, qualified_name, reference
 from ...parallel_runtime.loading.fingerprint import stat_file, structure_fingerprint
 from ...parallel_runtime.loading.mapped import has_dynamic_vram
+from ...parallel_runtime.loading.replaced_code import MERGES
 from ...parallel_runtime.specs import ModelSpec, SourceFile
 from .describer import describer
-from .foreign_code import MERGES, changes_of, check_code, foreign_layers
+from .foreign_code import changes_of, check_code, foreign_layers
 from .model import argument_to_json
 from .vae import NotParallel
 

@@ -39,6 +39,7 @@ from ...parallel_runtime.loading.code_names import Unsendable, is_comfyui, is_of
 from ...parallel_runtime.loading.fingerprint import stat_file
 from ...parallel_runtime.loading.mapped import Mapped, has_dynamic_vram, load_mapped
 from ...parallel_runtime.loading.object_codec import Describer
+from ...parallel_runtime.loading.replaced_code import MERGES
 from ...parallel_runtime.planning.network_stats import NetworkStats, Work
 from ...parallel_runtime.planning.plan_inputs import PlanInputs
 from ...parallel_runtime.planning.request_checks import check_run_in_patches
@@ -47,7 +48,7 @@ from ...parallel_runtime.specs import ModelSpec, SourceFile
 from .batch_coupling import is_batch_coupled, network_couples_images
 from .control_nets import Conds, controls_of, count_residuals, gligens_of, weight_bytes
 from .describer import describer
-from .foreign_code import MERGES, check_code, check_layers, check_model, check_network, layers_of_packs
+from .foreign_code import check_code, check_layers, check_model, check_network, layers_of_packs
 from .in_place import changed_attributes
 from .kernels import without_lse
 from .loader_nodes import spec_by_node

@@ -20,8 +20,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...parallel_runtime.loading.code_names import module_named
 from ...parallel_runtime.loading.fingerprint import check_unchanged, stat_file
+from ...parallel_runtime.loading.replaced_code import GLIGEN
 from ...parallel_runtime.specs import SourceFile
-from .foreign_code import GLIGEN, check_code
+from .foreign_code import check_code
 
 SAFETENSORS = (".safetensors", ".sft")
 FOLDER = "model_patches"

@@ -21,9 +21,10 @@ from ...parallel_runtime.jobs import TWO_MODEL_GUIDERS, SamplingJob
 from ...parallel_runtime.loading.code_names import Unsendable, is_of_a_pack, qualified_name, reference
 from ...parallel_runtime.loading.object_codec import Describer, rebuild
 from ...parallel_runtime.loading.pack_globals import globals_of, set_globals
-from ...parallel_runtime.loading.packs import packs_named
+from ...parallel_runtime.loading.packs import in_import_order, packs_named
 from ...parallel_runtime.loading.random_states import generator_kind, random_states
-from .batch_coupling import couples_by_masks, is_batch_coupled
+from ...parallel_runtime.loading.replaced_code import replaced_in_loop
+from .batch_coupling import couples_by_masks, couples_evaluations, is_batch_coupled
 from .control_nets import Conds, gligens_of, needs_full_latent
 from .describer import describer
 from .foreign_code import check_loop
@@ -78,7 +79,7 @@ def describe_job(
         check_latent(guider.model_patcher, call.noise)
     kind, attributes = check_guider(guider)
     model, options = guider.model_patcher, guider.model_options
-    check_loop()
+    check_loop(replaced := replaced_in_loop())
     network, mask, parts = described.network, call.denoise_mask, describer(call.first_shape, model)
     size = latent_size(network, call.first_shape)
     models, merged = [describe_on_model(model, options, size, parts)], [described]
@@ -93,12 +94,13 @@ def describe_job(
     }
     code = [*parts.code, guider, *(function for one in merged for function in one.code)]
     sent["globals"] = parts.describe(globals_of(code), "the packs' global variables")
-    packs = [*parts.packs, *packs_named(kind), *(pack for one in merged for pack in one.packs)]
-    coupled = described.batch_coupled or parts.names_network
+    packs = [*parts.packs, *packs_named(kind), *(pack for one in (*merged, *replaced) for pack in one.packs)]
+    coupled = described.batch_coupled or parts.names_network or any(map(couples_evaluations, replaced))
     job = SamplingJob(
         guider=kind,
         described=parts.described(sent),
-        packs=list(dict.fromkeys(packs)),
+        packs=in_import_order(dict.fromkeys(packs)),
+        replaced={one.name: [one.fingerprint, *one.packs] for one in replaced},
         noise=call.noise,
         latent=call.latent_image,
         mask=mask,

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ...parallel_runtime.errors import Refused, WorkerLost, say
 from ...parallel_runtime.group.machine_check import checked_plan
+from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.jobs import TWO_MODEL_GUIDERS, SamplingJob
 from ...parallel_runtime.loading.code_names import Unsendable, qualified_name, reference
 from ...parallel_runtime.loading.packs import note_failed_import, packs_named, proven, unusable
@@ -31,6 +32,7 @@ from ...parallel_runtime.loading.random_states import set_random_states
 from ...parallel_runtime.request import ParallelRequest
 from ..describe.control_nets import controls_of
 from ..describe.foreign_code import why_replaced
+from ..describe.local_devices import comfy_setup
 from ..describe.model import DescribedModel, describe_model, unwrap_sampler, uses_network
 from ..describe.model_patches import WRAPPER_KEY
 from ..describe.refused_event import announce_refusals
@@ -230,19 +232,35 @@ class RemoteSampling:
         if names_network and described.architecture is not None:
             described = described.undivided("a pack's code that refers to parts of it")
         try:
-            return self._sample_in_workers(guider, described, job, call, take_back)
+            return self._sample_whole(guider, described, job, call, take_back)
         except (Refused, WorkerLost) as error:
-            if job.packs and isinstance(error, Refused) and error.code in SEES_ALL_TOKENS:
-                log.warning("[CP] sampled again with the network undivided, because %s", error)
-                undivided = replace(described.undivided("a pack's code"), batch_coupled=True)
-                try:
-                    return self._sample_in_workers(guider, undivided, replace(job, batch_coupled=True), call, take_back)
-                except Refused:
-                    raise error from None  # the degrees that were asked for need a split network
             note_failed_import(packs_named(described.spec.loader), error)
+            if isinstance(error, Refused) and error.code == "pack.replaces":
+                runtime.restart(str(error), comfy_setup())  # workers that have not imported that pack
             if not note_failed_import(job.packs, error) or unusable.keys() & {*described.packs}:
                 raise  # workers have to merge weight patches
         return self(executor, *args, **kwargs)  # without these packs
+
+    def _sample_whole(
+        self,
+        guider: comfy.samplers.CFGGuider,
+        described: DescribedModel,
+        job: SamplingJob,
+        call: OuterSample,
+        take_back: TakeBack,
+    ) -> Tensor:
+        """Samples in the workers; again with the network undivided, where code of packs turns out to need that."""
+        try:
+            return self._sample_in_workers(guider, described, job, call, take_back)
+        except Refused as error:
+            if not job.packs or error.code not in SEES_ALL_TOKENS:
+                raise
+            log.warning("[CP] sampled again with the network undivided, because %s", error)
+            undivided = replace(described.undivided("a pack's code"), batch_coupled=True)
+            try:
+                return self._sample_in_workers(guider, undivided, replace(job, batch_coupled=True), call, take_back)
+            except Refused:
+                raise error from None  # the degrees that were asked for need a split network
 
     def _check_patches(self, guider: comfy.samplers.CFGGuider, described: DescribedModel, call: OuterSample) -> None:
         request, patches = self.request, self.request.options.token_patches

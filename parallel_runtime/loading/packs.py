@@ -12,6 +12,7 @@ import importlib.util
 import os
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,10 +24,12 @@ from ..errors import Refused, WorkerLost, say
 from .fingerprint import fingerprint
 
 PREFIX = "custom_nodes/"
-FAILURES = ("pack.missing", "pack.other", "pack.fails")
+ENDS = ("exited", "gone", "killed", "silent")  # how workers end that a pack ends as it is imported
+FAILURES = ("pack.missing", "pack.other", "pack.fails", "pack.replaces")
 OURS = os.path.realpath(Path(__file__).parents[2])
 STARTED = time.time()  # this process has what files were before
 unusable: dict[str, str] = {}  # in ComfyUI's process, by PACK@FINGERPRINT: why workers have failed to import it
+asked: set[str] = set()  # in a worker: those it was to import, alike on all ranks, also where that failed
 proven: set[str] = set()  # in ComfyUI's process: those that workers have imported
 
 
@@ -58,6 +61,26 @@ def pack_reference(module: str) -> str | None:
     return f"{PREFIX}{pack}@{pack_fingerprint(path)}/{inside}"
 
 
+def name_of_pack(module: str) -> str:
+    """Returns the pack whose module this is; "" for none."""
+    found = pack_of(module)
+    return found[1] if found else ""
+
+
+def in_import_order(packs: Iterable[str]) -> list[str]:
+    """Sorts PACK@FINGERPRINTs by when this process has imported them: of several that replace the same code, each keeps
+    what was there."""
+    places = {name: place for place, name in enumerate(sys.modules)}
+    return sorted(packs, key=lambda pack: places.get(module_of_pack(path_of_pack(pack) or ""), -1))
+
+
+def path_of_pack(pack: str) -> str | None:
+    """Returns where PACK or PACK@FINGERPRINT is installed here."""
+    name = pack.partition("@")[0]
+    folders = folder_paths.get_folder_paths("custom_nodes")
+    return next((path for folder in folders if os.path.exists(path := os.path.join(folder, name))), None)
+
+
 def packs_named(reference: str) -> list[str]:
     """Returns PACK@FINGERPRINT of a pack's module, class or function; nothing for one of ComfyUI's."""
     return [reference.removeprefix(PREFIX).partition("/")[0]] if reference.startswith(PREFIX) else []
@@ -81,17 +104,18 @@ def pack_fingerprint(path: str) -> str:
 
 
 def note_failed_import(packs: list[str], error: Refused | WorkerLost) -> bool:
-    """Remembers which of these packs workers cannot import: of the one that they refused by name, true is returned; or
-    all that they have imported for the first time where they ended meanwhile."""
+    """Remembers which of these packs workers cannot have: the one that they refused by name, or all that they have
+    imported for the first time where they ended meanwhile. Returns whether the run may be repeated without."""
     if isinstance(error, WorkerLost):
-        is_known = error.cause is not None and error.cause.kind == "out_of_memory"
-        unusable.update(
-            {pack: say("pack.fatal", reason=str(error)) for pack in packs if not (is_known or pack in proven)}
-        )
+        kind = error.cause.kind if error.cause is not None else ""
+        failed = [pack for pack in packs if kind != "out_of_memory" and pack not in proven]
+        unusable.update({pack: say("pack.fatal", reason=str(error)) for pack in failed})
+        return bool(failed) and kind in ENDS
+    if error.code not in FAILURES:
         return False
-    failed = [pack for pack in packs if pack.rpartition("@")[0] == error.values.get("pack")]
+    failed = [pack for pack in packs if pack.rpartition("@")[0] == error.values["pack"]]
     unusable.update(dict.fromkeys(failed, error.sentence))
-    return error.code in FAILURES and bool(failed)
+    return bool(failed) or (error.code == "pack.replaces" and bool(error.values["pack"]))
 
 
 def pack_module(reference: str) -> ModuleType:
@@ -111,10 +135,8 @@ def import_pack(pack: str) -> str:
     name, _, expected = pack.rpartition("@")
     if os.path.basename(name) != name:
         raise Refused("worker.reference", name=pack)
-    folders = folder_paths.get_folder_paths("custom_nodes")
-    path = next((path for folder in folders if os.path.exists(path := os.path.join(folder, name))), None)
-    if path is None:
-        raise Refused("pack.missing", pack=name, folders=folders)
+    if (path := path_of_pack(name)) is None:
+        raise Refused("pack.missing", pack=name, folders=folder_paths.get_folder_paths("custom_nodes"))
     if pack_fingerprint(path) != expected:
         raise Refused("pack.other", pack=name, path=path)
     module = module_of_pack(path)
@@ -127,7 +149,7 @@ def _import(pack: str, name: str, file: str) -> None:
     _stand_in_for_server()
     importlib.import_module(
         "comfy_extras.nodes_post_processing"
-    )  # nodes_latent imports it, and it that: not to be first
+    )  # nodes_latent imports it, and it that: not that first
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from .callback_scenes import ONE, demo, errors, remote, run_arguments
-from .pack import node_module
+from .pack import node_module, pack_module
 
 import comfy.gligen  # isort: skip  # the scenes have made ComfyUI importable
 import comfy.ldm.flux.layers  # isort: skip
@@ -26,11 +26,13 @@ import comfy.ops  # isort: skip
 import comfy.patcher_extension  # isort: skip
 import comfy.sample  # isort: skip
 import comfy.samplers  # isort: skip
+import folder_paths  # isort: skip
 import torch  # isort: skip
 
 OUTER_SAMPLE = comfy.patcher_extension.WrappersMP.OUTER_SAMPLE
-foreign, describing = node_module("describe.foreign_code"), node_module("describe.describer")
-model_patches = node_module("describe.model_patches")
+coupling, describing = node_module("describe.batch_coupling"), node_module("describe.describer")
+foreign, model_patches = node_module("describe.foreign_code"), node_module("describe.model_patches")
+packs, replacing = (pack_module(f"parallel_runtime.loading.{name}") for name in ("packs", "replaced_code"))
 FILE = "/somewhere/custom_nodes/a_pack/nodes.py"
 SOURCE = """
 import functools, torch
@@ -102,6 +104,41 @@ def more(original):
         return original(*args, **kwargs)
     return replaced
 """
+KEEPING = """
+import types
+
+COUNT, SEEN, STORE = 0, [], types.SimpleNamespace(last=None, on=False)
+
+def nothing(conds, x, timestep):
+    control = conds.get("control")
+    conds["get"] = lambda: control
+    return x if STORE.on else timestep
+
+def a_variable(conds, x, timestep):
+    global COUNT
+    COUNT += 1
+    return x
+
+def a_list(conds, x, timestep):
+    SEEN.append(x)
+    return x
+
+def an_attribute(conds, x, timestep):
+    STORE.last = x
+    return x
+
+def by_another(conds, x, timestep):
+    return an_attribute(conds, x, timestep)
+
+def maker():
+    calls = 0
+    def a_cell(conds, x, timestep):
+        nonlocal calls
+        calls += 1
+        return x
+    return a_cell
+a_cell = maker()
+"""
 
 
 def _pack_of(file: str, source: str) -> ModuleType:
@@ -158,10 +195,27 @@ def passed_on(rank: int, world: int, folder: str) -> dict[str, bool]:
         found["to another"] = foreign.why_replaced(model) is None
     changed = pack.around(original)
     file.write_text(PASSING.replace("return original(*args, **kwargs)", "return original(*args)"), encoding="utf-8")
-    foreign._definition.cache_clear()
+    replacing._definition.cache_clear()
     with _replaced(layers, "apply_mod", changed):
         found["of a file that has changed"] = foreign.why_replaced(model) is None
     return found
+
+
+def kept_between_evaluations(rank: int, world: int) -> list[str]:
+    """The functions of a pack, each in place of one that is called for each prompt, that keep something."""
+    pack = _pack_of("/somewhere/custom_nodes/keeping/nodes.py", KEEPING)
+    names = ("nothing", "a_variable", "a_list", "an_attribute", "by_another", "a_cell")
+    folder_paths.add_model_folder_path("custom_nodes", "/somewhere/custom_nodes")
+    packs._pack_of.cache_clear()
+    each = {name: replacing.Replaced("comfy.samplers.get_area_and_mult", vars(pack)[name]) for name in names}
+    return [name for name, one in each.items() if coupling.couples_evaluations(one)]
+
+
+def attention_set_before_us(rank: int, world: int) -> bool:
+    """Do we know ComfyUI's own choice of attention where a pack that was imported before us has set another?"""
+    attention = comfy.ldm.modules.attention
+    with _replaced(attention, "optimized_attention", attention.attention_sub_quad):
+        return replacing._chosen_attention() is replacing.CHOSEN_ATTENTION
 
 
 def after_a_patched_run(rank: int, world: int, unloaded: bool) -> bool:

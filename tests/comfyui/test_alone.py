@@ -441,6 +441,15 @@ def test_a_replacement_that_only_passes_on_to_the_original_replaces_nothing(alon
     assert len(found) == 10
 
 
+def test_attention_that_a_pack_has_set_before_we_are_imported_is_not_taken_for_comfyuis_choice(alone: Group) -> None:
+    assert alone.run(f"{REPLACED}attention_set_before_us") == [True]
+
+
+def test_replaced_code_that_keeps_nothing_between_evaluations_lets_prompts_be_shared_out(alone: Group) -> None:
+    (kept,) = alone.run(f"{REPLACED}kept_between_evaluations")
+    assert kept == ["a_variable", "a_list", "an_attribute", "by_another", "a_cell"]
+
+
 @pytest.mark.parametrize("unloaded", [False, True])
 def test_a_method_that_ksampler_has_patched_once_keeps_no_model_from_the_workers(alone: Group, unloaded: bool) -> None:
     assert alone.run(f"{REPLACED}after_a_patched_run", unloaded=unloaded) == [True]

@@ -31,7 +31,8 @@ from ...loading.code_names import named
 from ...loading.mapped import load_mapped
 from ...loading.node_loader import load_same
 from ...loading.object_codec import rebuild
-from ...loading.packs import import_pack, packs_named
+from ...loading.packs import asked, import_pack, packs_named
+from ...loading.replaced_code import check_replaced, replaced_code
 from ...specs import Compilation, ModelSpec, Parallelism
 from ..models import Model
 from ..step_cache import StepCache
@@ -183,6 +184,13 @@ class ComfyModel(Model):
             models.append(self.partner)
         return list(zip(models, weight_patches, strict=True))
 
+    def check_replaced(self, wanted: dict[str, list[str]], *, loop: bool = True) -> None:
+        """Raises Refused where packs have not replaced in this process what they have in ComfyUI's: `wanted`, of a
+        SamplingJob. Without `loop`, the sampling loop is in ComfyUI's process. Collective."""
+        networks = [self.network, *([self.partner.network] if self.partner else ())]
+        with refuse_on_all_ranks():
+            check_replaced(wanted, replaced_code(networks, merging=bool(self.spec.patches_fingerprint), loop=loop))
+
     @property
     def additional_weights(self) -> list[Tensor]:
         partner = [] if self.partner is None else self.partner.network.parameters()
@@ -205,6 +213,7 @@ class ComfyModel(Model):
 def import_packs(packs: Sequence[str]) -> None:
     """Imports PACK@FINGERPRINTs: rank 0 first, since packs may write files then, and the others after it. Raises
     Refused on all ranks where one cannot. Collective."""
+    asked.update(packs)
     for first in (True, False):
         with refuse_on_all_ranks():
             for pack in packs if first == (rank() == 0) else ():

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from ...errors import Refused, quoted
 from ...jobs import MAX_CACHED_CONDS, Described, EvaluationJob
+from ...loading import packs
 from ...loading.object_codec import rebuild
 from ..process.progress import Progress
 from .comfy_model import ComfyModel
@@ -23,6 +24,8 @@ METHODS = (*FORWARDS, "preprocess_text_embeds")  # methods of a network that cod
 
 def evaluate(model: ComfyModel, job: EvaluationJob, progress: Progress) -> dict[str, Any]:
     """Returns {"out": what the network gives: a tensor [B, C_out, (T,) H, W], or several in a list}."""
+    if packs.asked and job.cond_arguments is not None:  # once a run; an earlier job's packs may have replaced code
+        model.check_replaced({}, loop=False)
     patcher, device = model.clone(job.weight_patches, progress.loading), model.device
     options: dict[str, Any] | None = None
     if job.options is not None:
