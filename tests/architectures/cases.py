@@ -54,6 +54,19 @@ def planned(rank: int, world: int, name: str, text: int) -> dict[str, Any]:
     }
 
 
+def in_float8(rank: int, world: int, name: str, ring: int, ulysses: int) -> dict[str, Any]:
+    """How far the network is from the plain one where keys, values and heads are sent in float8."""
+    network, inputs = made(name)
+    plain = forward(network, inputs)
+    options = {"comm_dtype": "float8_e4m3fn"}
+    parallelize(network, plan_of(network).plan, mesh(ring, ulysses), parallelism(ring, ulysses, **options))
+    try:
+        together = forward(network, inputs)
+    finally:
+        unparallelize(network)
+    return {"error": error(together, plain), "bits": digest(together)}
+
+
 class _Low(KernelFunction):
     """A kernel of low precision for every device; it counts its calls by their keys."""
 

@@ -118,8 +118,8 @@ def test_three_widgets_show_and_those_that_differ_from_the_preset(page: Any) -> 
     page.wait_for_function(f"({SHOWN})() === 3")
     wait_until_drawn(page)
     assert page.evaluate(HEIGHT) < 300
-    page.get_by_role("button", name="15 more options").click()
-    page.wait_for_function(f"({SHOWN})() === 18")
+    page.get_by_role("button", name="16 more options").click()
+    page.wait_for_function(f"({SHOWN})() === 19")
     wait_until_drawn(page)
     fewer, summary = page.get_by_role("button", name="Fewer options"), page.locator(SUMMARY).bounding_box()
     assert fewer.bounding_box()["y"] - (summary["y"] + summary["height"]) < 30, "in sight, above all widgets"
@@ -195,8 +195,8 @@ def test_opening_more_options_is_no_step_to_undo(page: Any) -> None:
     wait_until_drawn(page)
     history, size = page.evaluate(HISTORY), page.evaluate(SIZE)
     assert history[1] is False
-    page.get_by_role("button", name="15 more options").click()
-    page.wait_for_function(f"({SHOWN})() === 18")
+    page.get_by_role("button", name="16 more options").click()
+    page.wait_for_function(f"({SHOWN})() === 19")
     wait_until_drawn(page)
     assert page.evaluate(HISTORY) == history
     page.get_by_role("button", name="Fewer options").click()
@@ -205,8 +205,8 @@ def test_opening_more_options_is_no_step_to_undo(page: Any) -> None:
     assert page.evaluate(HISTORY) == history
     assert page.evaluate(SIZE) == size, "the size that a user gave it"
 
-    page.get_by_role("button", name="15 more options").click()
-    page.wait_for_function(f"({SHOWN})() === 18")
+    page.get_by_role("button", name="16 more options").click()
+    page.wait_for_function(f"({SHOWN})() === 19")
     page.evaluate(EDIT, ["nnodes", 2])
     page.wait_for_function(f"({SHOWN})() === 19")
     assert page.evaluate(HISTORY) == [history[0] + 1, True], "an edit is one"
@@ -216,8 +216,8 @@ def test_opening_more_options_is_no_step_to_undo(page: Any) -> None:
     wait_until_drawn(page)
     assert page.evaluate(HISTORY) == history
     assert page.evaluate(SIZE) == size
-    page.get_by_role("button", name="15 more options").click()
-    page.wait_for_function(f"({SHOWN})() === 18")
+    page.get_by_role("button", name="16 more options").click()
+    page.wait_for_function(f"({SHOWN})() === 19")
 
 
 def test_degrees_that_are_all_left_to_the_model_are_not_listed(page: Any) -> None:
