@@ -260,9 +260,9 @@ def test_a_preset_sets_its_widgets_and_is_read_from_them(page: Any) -> None:
         page.wait_for_function("name => document.querySelector('.cp-preset select').value === name", arg=name)
         page.evaluate("async () => app.loadGraphData(app.graph.serialize())")
         page.wait_for_function("name => document.querySelector('.cp-preset select').value === name", arg=name)
-        needs_address = name == "machines"
-        page.wait_for_function(SAYS, arg="rdzv_endpoint" if needs_address else "2 CPU workers")
-        assert (page.locator(".cp-summary.cp-bad").count() == 1) == needs_address
+        wrong = {"machines": "rdzv_endpoint", "fastest": "cuda_graphs"}.get(str(name))
+        page.wait_for_function(SAYS, arg=wrong or "2 CPU workers")
+        assert (page.locator(".cp-summary.cp-bad").count() == 1) == (wrong is not None)
     page.evaluate(EDIT, ["step_cache", 0.1])
     wait_until_drawn(page)
     assert preset.input_value() == "approximate", "it is the user's to adjust"
@@ -280,7 +280,7 @@ def test_a_preset_sets_its_widgets_and_is_read_from_them(page: Any) -> None:
     values = dict(zip(names, page.evaluate(SAVED), strict=True))
     assert [values[name] for name in ("pipeline_degree", "shares", "ring_degree", "data_degree")] == [1, "auto", 0, 0]
     assert page.evaluate(DEVICES) == devices, "which GPUs is no matter of a preset"
-    assert preset.locator("option").count() == 6, "nothing is custom any more"
+    assert preset.locator("option").count() == 7, "nothing is custom any more"
 
 
 @BOTH
