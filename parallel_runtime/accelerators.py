@@ -171,8 +171,10 @@ FALLBACK = "fallback"  # in a kernel's place: the attention that computes where 
 def ring_backend(function: str) -> str:
     """Returns the attention_backend of a ring that computes what ComfyUI's attention function of this name does; "" if
     there is none."""
-    rows = (spec.name for spec in KERNELS.values() if spec.comfyui == function and spec.installed and spec.new_enough)
-    return "auto" if function in ANY_EXACT else next(rows, "")
+    if function in ANY_EXACT:
+        return "auto"
+    of_it = (spec for spec in KERNELS.values() if function and spec.comfyui == function)
+    return next((spec.name for spec in of_it if spec.installed and spec.new_enough), "")
 
 
 def version_of(package: str) -> str | None:

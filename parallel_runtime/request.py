@@ -18,6 +18,7 @@ AfterSampling = Literal["keep", "offload", "unload"]
 WeightsChoice = Literal["auto", "replicate", "shard", "offload"]
 CompileChoice = Literal["off", "on"]
 GraphsChoice = Literal["auto", "on", "off"]
+CommDtype = Literal["same", "float8_e4m3fn"]
 MAX_DEGREE = 64
 BACKENDS = ("auto", "native", *KERNELS)
 Value = TypeVar("Value")
@@ -105,12 +106,21 @@ class EngineOptions:
         "4 are advised below 20 steps.",
         limits={"min": 1, "max": 1000},
     )
+    comm_dtype: CommDtype = widget(
+        21, "same",
+        "What queries, keys and values travel in between GPUs. float8_e4m3fn: half of the bytes, for slow links. "
+        "Faster there, approximate: not the picture of one GPU. same: as they are computed, exact.",
+    )
     # fmt: on
+
+    @property
+    def sends_float8(self) -> bool:
+        return self.comm_dtype == "float8_e4m3fn"
 
     @property
     def approximate(self) -> bool:
         """Is the result another picture than that of one GPU?"""
-        return self.step_cache > 0 or self.token_patches > 1
+        return self.step_cache > 0 or self.token_patches > 1 or self.sends_float8
 
 
 @dataclass(frozen=True, kw_only=True)

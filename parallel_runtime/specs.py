@@ -249,12 +249,13 @@ class ModelSpec:
 @dataclass(frozen=True, kw_only=True)
 class ComfySetup:
     """The host's ComfyUI: its checkout, its command-line flags, the folder that these name, and its version, "" for
-    any."""
+    any. `compiles`: what workers are started for is compiled, so they make the compiler ready; others do not differ."""
 
     root: str
     flags: tuple[str, ...] = ()
     folder: str = "/"
     version: str = ""
+    compiles: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,6 +57,7 @@ def test_default_degrees_keep_all_that_divides_nothing() -> None:
         ("rotate_method", "zig", "is unknown: choose one of alltoall, allgather, auto"),
         ("rotate_method", ["alltoall"], "is unknown: choose one of alltoall, allgather, auto"),
         ("compile", False, "is unknown: choose one of off, on"),
+        ("comm_dtype", "float8_e5m2", "is unknown: choose one of same, float8_e4m3fn"),
     ],
 )
 def test_what_a_widget_cannot_hold_is_refused_by_name_with_what_it_can(name: str, value: Any, wanted: str) -> None:
@@ -170,6 +171,7 @@ CHANGED: dict[str, dict[str, Any]] = {  # each option with another value than it
     "attention_backend": {"ring_degree": 2, "attention_backend": "native"},
     "step_cache": {"ring_degree": 2, "step_cache": 0.1},
     "cuda_graphs": {"ring_degree": 2, "cuda_graphs": "off"},
+    "comm_dtype": {"ring_degree": 2, "comm_dtype": "float8_e4m3fn"},
     "patches": {**STAGES, "patches": 4},
     "warmup_steps": {**STAGES, "patches": 4, "warmup_steps": 3},
 }

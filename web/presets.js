@@ -11,6 +11,7 @@ export const PRESETS = {
   auto: {},
   fast: { ring_degree: 1 },
   slow: { ulysses_degree: 1, rotate_method: "auto" },
+  fastest: { compile: "on", cuda_graphs: "on" },
   memory: { weights: "offload", after_sampling: "offload" },
   machines: { nnodes: 2 },
   approximate: { step_cache: 0.06 },
@@ -19,13 +20,14 @@ export const PRESETS = {
 /** What a preset sets: all that says how the work is divided, where weights are, and what is skipped. */
 const OWN = [
   "ring_degree", "ulysses_degree", "rotate_method", "cfg_degree", "data_degree", "pipeline_degree", "patches", "shares", "weights",
-  "after_sampling", "nnodes", "step_cache",
+  "after_sampling", "nnodes", "step_cache", "comm_dtype",
+  "compile", "cuda_graphs",
 ];
 
 /** Widgets that a user adjusts after choosing a preset: any other value than the default is still that preset. */
 export const ADJUSTABLE = ["nnodes", "step_cache"];
 
-const APPROXIMATE = ["step_cache", "patches"];
+const APPROXIMATE = ["step_cache", "patches", "comm_dtype"];
 
 /**
  * The preset that these values are; "" if they are none.

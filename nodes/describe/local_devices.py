@@ -78,12 +78,13 @@ def gpu_kind() -> str:
     return kind if kind in ACCELERATORS else CUDA.kind
 
 
-def comfy_setup() -> ComfySetup:
-    """Returns this process's ComfyUI, for workers to import."""
+def comfy_setup(*, compiles: bool = False) -> ComfySetup:
+    """Returns this process's ComfyUI, for workers to import. `compiles`: they are started to compile a model."""
     flags = tuple(sys.argv[1:]) if comfy.options.args_parsing else ()
     return ComfySetup(
         root=os.path.dirname(os.path.dirname(inspect.getfile(comfy.samplers))),
         flags=flags,
         folder=STARTED_IN,
         version=comfyui_version.__version__,
+        compiles=compiles,
     )

@@ -45,7 +45,8 @@ KEEP_MODELS = 2  # models at once in the workers, memory permitting: Wan 2.2 sam
 def lease_workers(spec: ModelSpec, placement: Placement, after: AfterSampling = "keep") -> Iterator[Lease]:
     """Leases the workers of `placement`, exclusively. `after`: keeps, offloads or unloads the model at the end. Raises
     WorkerStartError."""
-    with runtime.borrowed(placement, comfy_setup(), check_interrupt) as group:
+    setup = comfy_setup(compiles=spec.compilation is not None)
+    with runtime.borrowed(placement, setup, check_interrupt) as group:
         lease = Lease(group, spec)
         try:
             yield lease

@@ -69,4 +69,6 @@ def _start(prompt: Prompt, request: ParallelRequest) -> None:
     running, waiting = PromptServer.instance.prompt_queue.get_current_queue_volatile()
     if any(task[2] == prompt for task in (*running, *waiting)):
         with contextlib.suppress(Refused):  # the node itself will raise it
-            runtime.start_ahead(last_used(request, plan_without_model(request).placement), comfy_setup())
+            kinds = [str(node.get("class_type")) for node in prompt.values() if isinstance(node, dict)]
+            setup = comfy_setup(compiles=request.compile == "on" or any("Compile" in kind for kind in kinds))
+            runtime.start_ahead(last_used(request, plan_without_model(request).placement), setup)

@@ -2,7 +2,7 @@
 convolve along them. In version 1.5 half of the layers attend in a window, and none is given transformer_options."""
 
 from .architecture import Architecture
-from .split_plan import AUDIO, ModulePlan, Split, SplitLike, SplitPlan, Window
+from .split_plan import AUDIO, Gather, ModulePlan, Split, SplitLike, SplitPlan, Window
 
 V1_BLOCKS = ModulePlan(
     "transformer_blocks",
@@ -10,12 +10,12 @@ V1_BLOCKS = ModulePlan(
     submodule_attends={"cross_attn": "local"},
     token_functions={"attn": "sum", "ff.depth_conv": "convolution"},
     unsplit_args=("encoder_hidden_states", "rotary_freqs_cis_cross", "temb"),
-    gathers=True,
 )
+V1_LAST = ModulePlan("final_layer.linear", {0: Gather(AUDIO, after=True)})
 V1 = Architecture(
     name="ACE-Step",
     kinds=("comfy.ldm.ace.model:ACEStepTransformer2DModel",),
-    plan=SplitPlan((V1_BLOCKS,)),
+    plan=SplitPlan((V1_BLOCKS, V1_LAST)),
     patch=lambda net: (net.patch_size[0], net.patch_size[1]),
 )
 

@@ -10,7 +10,7 @@ SINGLE = ModulePlan("single_layers", {"cx": Split(BOTH)}, attends=BOTH, unsplit_
 NETWORK = Architecture(
     name="AuraFlow",
     kinds=("comfy.ldm.aura.mmdit:MMDiT",),
-    plan=SplitPlan((DOUBLE, SINGLE, ModulePlan("final_linear", {0: Gather(IMAGE)}))),
+    plan=SplitPlan((DOUBLE, SINGLE, ModulePlan("final_linear", {0: Gather(IMAGE, after=True)}))),
     width=lambda net: net.final_linear.in_features,
     text_width=inputs_of("cond_seq_linear"),
 )

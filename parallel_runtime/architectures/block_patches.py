@@ -6,6 +6,7 @@ Knows functions and classes by their names. Imports no torch, no ComfyUI.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ EACH_TOKEN = (
 )
 
 DECLARED = "context_parallel"  # the attribute by which a pack says how its function computes: docs/scripts.md
+OF_COMFYUI = "comfy.model_patcher.ModelPatcher.set_model_optimized_attention.<locals>.optimized_attention_override"
 OF_FRAMES = ("comfy.ldm.wan.model_multitalk.MultiTalkCrossAttnPatch",)  # which reshape their tokens by frames
 
 
@@ -69,6 +71,19 @@ def _only_calls_sage(override: Any) -> bool:
         return False
     attention = override.__closure__[0].cell_contents
     return getattr(attention, "__qualname__", "") == "get_sage_func.<locals>.attention_sage"
+
+
+def attention_called_by(override: Any) -> str:
+    """The name of the attention function of ComfyUI's that an override only calls: one that ComfyUI's node chose, or
+    KJNodes' sage patch where sageattention chooses its kernel; "" for any other."""
+    if f"{getattr(override, '__module__', '')}.{getattr(override, '__qualname__', '')}" == OF_COMFYUI:
+        return str(getattr(override.__closure__[0].cell_contents, "__name__", ""))
+    if not _only_calls_sage(override):
+        return ""
+    attention = inspect.unwrap(override.__closure__[0].cell_contents)
+    cells = dict(zip(attention.__code__.co_freevars, attention.__closure__ or (), strict=True))
+    code = getattr(inspect.unwrap(cells["sage_func"].cell_contents), "__code__", None) if "sage_func" in cells else None
+    return "attention_sage" if code is not None and code.co_freevars == ("sageattn",) else ""
 
 
 def goes_by_frames(patch: Any) -> bool:

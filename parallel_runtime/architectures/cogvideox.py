@@ -12,5 +12,5 @@ BLOCKS = ModulePlan(
 NETWORK = Architecture(
     name="CogVideoX",
     kinds=("comfy.ldm.cogvideo.model:CogVideoXTransformer3DModel",),
-    plan=SplitPlan((BLOCKS, ModulePlan("norm_final", {0: Gather(VIDEO)}))),
+    plan=SplitPlan((BLOCKS, ModulePlan("proj_out", {0: Gather(VIDEO, after=True)}))),
 )

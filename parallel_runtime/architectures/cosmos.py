@@ -2,7 +2,7 @@
 Cosmos Predict2, and Anima, which puts a text adapter before it, have them as [B, frames, rows, columns, C]."""
 
 from .architecture import Architecture
-from .split_plan import VIDEO, ModulePlan, Split, SplitLike, SplitPlan
+from .split_plan import VIDEO, Gather, ModulePlan, Split, SplitLike, SplitPlan
 
 V1_BLOCKS = ModulePlan(
     "blocks",
@@ -30,11 +30,18 @@ PREDICT2_BLOCKS = ModulePlan(
     attends=VIDEO,
     submodule_attends={"cross_attn": "local"},
     unsplit_args=("crossattn_emb",),
-    gathers=True,
+)
+PREDICT2_LAST = ModulePlan(
+    "final_layer",
+    {
+        "x_B_T_H_W_D": Gather(VIDEO, after=True),
+        "emb_B_T_D": SplitLike(VIDEO, per=True),
+        "adaln_lora_B_T_3D": SplitLike(VIDEO, per=True),
+    },
 )
 PREDICT2 = Architecture(
     name="Cosmos Predict2",
     kinds=("comfy.ldm.cosmos.predict2:MiniTrainDIT", "comfy.ldm.anima.model:Anima"),
-    plan=SplitPlan((PREDICT2_BLOCKS,)),
+    plan=SplitPlan((PREDICT2_BLOCKS, PREDICT2_LAST)),
     patch=(1, 2, 2),
 )

@@ -9,5 +9,7 @@ BLOCKS = ModulePlan(
 NETWORK = Architecture(
     name="ERNIE-Image",
     kinds=("comfy.ldm.ernie.model:ErnieImageModel",),
-    plan=SplitPlan((BLOCKS, ModulePlan("final_norm", {"x": Gather(JOINT)})), no_options=("comfy.ldm.ernie.model",)),
+    plan=SplitPlan(
+        (BLOCKS, ModulePlan("final_linear", {0: Gather(JOINT, after=True)})), no_options=("comfy.ldm.ernie.model",)
+    ),
 )

@@ -21,7 +21,9 @@ SINGLE = ModulePlan(
     unsplit_args=("vec", "attn_mask"),
 )
 # Tokens stay split between the two stacks, so that residuals, which are added between blocks, fit.
-PLAN = SplitPlan((DOUBLE, SINGLE, ModulePlan("final_layer", {"x": Gather(IMAGE)})))
+LAST = ModulePlan("final_layer", {"x": Gather(IMAGE, after=True)}, unsplit_args=("vec",))
+ZERO_TIME = {**LAST.args, "modulation_dims": Slices(IMAGE)}
+PLAN = SplitPlan((DOUBLE, SINGLE, replace(LAST, args=ZERO_TIME)))
 
 FLUX = Architecture(
     name="FLUX",
@@ -31,7 +33,10 @@ FLUX = Architecture(
     pooled_width=inputs_of("vector_in.in_layer"),
 )
 CHROMA = Architecture(
-    name="Chroma", kinds=("comfy.ldm.chroma.model:Chroma",), plan=PLAN, text_width=inputs_of("txt_in")
+    name="Chroma",
+    kinds=("comfy.ldm.chroma.model:Chroma",),
+    plan=SplitPlan((DOUBLE, SINGLE, LAST)),
+    text_width=inputs_of("txt_in"),
 )
 RADIANCE = replace(
     CHROMA,

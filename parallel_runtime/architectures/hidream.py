@@ -17,8 +17,9 @@ SINGLE = ModulePlan(
     attends=BOTH,
     unsplit_args=("adaln_input",),
 )
+LAST = ModulePlan("final_layer", {"x": Gather(IMAGE, after=True)}, unsplit_args=("vec",))
 NETWORK = Architecture(
     name="HiDream I1",
     kinds=("comfy.ldm.hidream.model:HiDreamImageTransformer2DModel",),
-    plan=SplitPlan((DOUBLE, SINGLE, ModulePlan("final_layer", {"x": Gather(IMAGE)})), replicated=frozenset(TEXT)),
+    plan=SplitPlan((DOUBLE, SINGLE, LAST), replicated=frozenset(TEXT)),
 )

@@ -14,7 +14,7 @@ BLOCKS = ModulePlan(
     never_skipped=True,  # what a block leaves for later cannot be skipped
 )
 PLAN = SplitPlan(
-    (BLOCKS, ModulePlan("final_layer", {"x": Gather(IMAGE)})),
+    (BLOCKS, ModulePlan("final_layer", {"x": Gather(IMAGE, after=True)}, unsplit_args=("c",))),
     residuals=("output",),
     no_options=("comfy.ldm.hydit.attn_layers",),
 )

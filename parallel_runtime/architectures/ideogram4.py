@@ -9,10 +9,11 @@ BLOCKS = ModulePlan(
     attends=JOINT,
     unsplit_args=("attn_mask",),
 )
+LAST = ModulePlan("final_layer", {"x": Gather(JOINT, after=True), "c": SplitLike(JOINT)})
 NETWORK = Architecture(
     name="Ideogram 4",
     kinds=("comfy.ldm.ideogram4.model:Ideogram4Transformer2DModel",),
-    plan=SplitPlan((BLOCKS, ModulePlan("final_layer", {"x": Gather(JOINT)}))),
+    plan=SplitPlan((BLOCKS, LAST)),
     width=lambda net: net.input_proj.out_features,
     text_width=inputs_of("llm_cond_proj"),
     patch=(1, 1, 1),

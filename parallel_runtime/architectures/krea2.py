@@ -12,7 +12,7 @@ BLOCKS = ModulePlan(
 NETWORK = Architecture(
     name="Krea 2",
     kinds=("comfy.ldm.krea2.model:SingleStreamDiT",),
-    plan=SplitPlan((BLOCKS, ModulePlan("last", {"x": Gather(JOINT)}))),
+    plan=SplitPlan((BLOCKS, ModulePlan("last", {"x": Gather(JOINT, after=True)}, unsplit_args=("tvec",)))),
     width=lambda net: net.first.out_features,
     patch=(1, 2, 2),
 )

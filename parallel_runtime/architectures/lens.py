@@ -18,6 +18,6 @@ BLOCKS = ModulePlan(
 NETWORK = Architecture(
     name="Lens",
     kinds=("comfy.ldm.lens.model:LensTransformer2DModel",),
-    plan=SplitPlan((BLOCKS, ModulePlan("norm_out", {"x": Gather(IMAGE)}))),
+    plan=SplitPlan((BLOCKS, ModulePlan("proj_out", {0: Gather(IMAGE, after=True)}))),
     patch=(1, 1, 1),
 )

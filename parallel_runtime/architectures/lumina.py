@@ -23,10 +23,13 @@ LAYERS = ModulePlan(
     attends=JOINT,
     unsplit_args=("adaln_input",),
 )
+LAST = ModulePlan(
+    "final_layer", {"x": Gather(JOINT, after=True), "timestep_zero_index": Slices(JOINT)}, unsplit_args=("c",)
+)
 NETWORK = Architecture(
     name="Lumina 2 or Z-Image",
     kinds=("comfy.ldm.lumina.model:NextDiT",),
-    plan=SplitPlan((REFINER, LAYERS, ModulePlan("final_layer", {"x": Gather(JOINT)}))),
+    plan=SplitPlan((REFINER, LAYERS, LAST)),
     padded=lambda net: net.patch_size,
 )
 PIXELS = replace(

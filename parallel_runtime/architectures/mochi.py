@@ -16,9 +16,10 @@ BLOCKS = ModulePlan(
     attends=VIDEO + PROMPT,
     unsplit_args=("c",),
 )
+LAST = ModulePlan("final_layer", {"x": Gather(VIDEO, after=True)}, unsplit_args=("c",))
 NETWORK = Architecture(
     name="Mochi",
     kinds=("comfy.ldm.genmo.joint_model.asymm_models_joint:AsymmDiTJoint",),
-    plan=SplitPlan((BLOCKS, ModulePlan("final_layer", {"x": Gather(VIDEO)})), replicated=frozenset(TEXT + PROMPT)),
+    plan=SplitPlan((BLOCKS, LAST), replicated=frozenset(TEXT + PROMPT)),
     width=lambda net: net.hidden_size_x,
 )

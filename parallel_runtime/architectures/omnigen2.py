@@ -29,7 +29,7 @@ REFINERS = (
     blocks("noise_refiner", IMAGE, gathers=True, never_skipped=True),
     blocks("ref_image_refiner", REFERENCES, gathers=True, never_skipped=True, runs_with=_with_the_last),
 )
-LAST = ModulePlan("norm_out", {"x": Gather(JOINT)})
+LAST = ModulePlan("norm_out", {"x": Gather(JOINT, after=True)}, unsplit_args=("conditioning_embedding",))
 
 OMNIGEN2 = Architecture(
     name="OmniGen 2",

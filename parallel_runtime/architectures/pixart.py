@@ -10,8 +10,9 @@ BLOCKS = ModulePlan(
     submodule_attends={"cross_attn": "local"},
     unsplit_args=("y", "t", "mask", "HW"),
 )
+LAST = ModulePlan("final_layer", {"x": Gather(IMAGE, after=True)}, unsplit_args=("t",))
 NETWORK = Architecture(
     name="PixArt",
     kinds=("comfy.ldm.pixart.pixartms:PixArtMS",),
-    plan=SplitPlan((BLOCKS, ModulePlan("final_layer", {"x": Gather(IMAGE)})), no_options=("comfy.ldm.pixart.blocks",)),
+    plan=SplitPlan((BLOCKS, LAST), no_options=("comfy.ldm.pixart.blocks",)),
 )

@@ -18,7 +18,7 @@ BLOCKS = ModulePlan(
     attends=BOTH,
     unsplit_args=("temb",),
 )
-PLAN = SplitPlan((BLOCKS, ModulePlan("norm_out", {"x": Gather(IMAGE)})))
+PLAN = SplitPlan((BLOCKS, ModulePlan("proj_out", {0: Gather(IMAGE, after=True)})))
 
 NETWORK = Architecture(
     name="Qwen-Image",

@@ -9,7 +9,7 @@ BLOCKS = ModulePlan(
     attends=[TEXT + IMAGE, IMAGE],
     unsplit_args=("c", "use_checkpoint"),
 )
-PLAN = SplitPlan((BLOCKS, ModulePlan("final_layer", {"x": Gather(IMAGE)})))
+PLAN = SplitPlan((BLOCKS, ModulePlan("final_layer", {"x": Gather(IMAGE, after=True)}, unsplit_args=("c",))))
 
 NETWORK = Architecture(
     name="Stable Diffusion 3",

@@ -78,10 +78,15 @@ class Count:
 
 @dataclass(frozen=True)
 class Gather:
-    """Hidden states that are gathered from all ranks."""
+    """Hidden states that are gathered from all ranks. `after`: a module that computes each token by itself, and gives
+    fewer numbers for it, runs on a rank's own tokens first, and what it returns is gathered. Where it returns parts of
+    the stream, `ranges` names the argument (start, end, ...) of each.
+    """
 
     streams: Names
     dim: int = 1
+    after: bool = False
+    ranges: Names = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +187,11 @@ class ModulePlan:
         """The specs of each output of a block; the output's length selects one of several."""
         names = self.updated_args or tuple(self.args)
         return tuple(specs for name in names for argument, _, specs in self._tokens if argument == name)
+
+    @property
+    def tail(self) -> Gather | None:
+        """How its outputs are gathered, where it runs on split tokens behind the last blocks."""
+        return next((spec for spec in self.args.values() if isinstance(spec, Gather) and spec.after), None)
 
     @property
     def updated_args(self) -> tuple[str | int, ...]:

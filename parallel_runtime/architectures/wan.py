@@ -16,7 +16,7 @@ BLOCKS = ModulePlan(
     submodule_attends={"cross_attn": "local"},
     unsplit_args=("context", "context_img_len"),
 )
-HEAD = ModulePlan("head", {"x": Gather(VIDEO)})
+HEAD = ModulePlan("head", {"x": Gather(VIDEO, after=True), "e": SplitLike(VIDEO, per=True, ndim=3)})
 
 NETWORK = Architecture(
     name="Wan",
@@ -75,5 +75,5 @@ DANCER = driven(
     "WanDancer",
     "model_wandancer:WanDancerModel",
     injector("music_injector"),
-    ModulePlan("head_global", {"x": Gather(VIDEO)}),
+    replace(HEAD, name="head_global"),
 )

@@ -25,6 +25,8 @@ FLOP_PER_BYTE = 245
 LEAST_BYTES_PER_SECOND = 1e10
 # Passes over a tensor of a rank's tokens: packing for Ulysses and back, for a ring, merging one block.
 PACKED, PACKED_FOR_RING, MERGED = 10, 4, 5
+# The same to convert one tensor to float8 and back, by counting reads and writes; not measured.
+TO_FLOAT8, FROM_FLOAT8 = 4.5, 3.5
 # Seconds of the device a layer: kernels that are too small for it once the work is divided, and those of each block.
 DIVIDED, BLOCK = 215e-6, 27.5e-6
 # Seconds of the host a layer where launches are not recorded: its own, for each rank, for each block of a ring; and
@@ -133,7 +135,7 @@ def times_as_fast(work: Work, degrees: Parallelism, profile: DeviceProfile) -> f
 def attention_bytes(work: Work, degrees: Parallelism) -> float:
     """Returns the bytes that one rank sends in one attention; for a network that is split by rows the mean of all its
     attentions."""
-    all_to_all, per_hop = _sent_bytes(work.attention_tensor_bytes, degrees)
+    all_to_all, per_hop = _sent_bytes(work.attention_tensor_bytes * _sent_share(work, degrees), degrees)
     return all_to_all + per_hop * (degrees.ring_degree - 1)
 
 
@@ -145,7 +147,11 @@ def attention_seconds(work: Work, degrees: Parallelism, profile: DeviceProfile) 
     compute /= ATTENTION * profile.flops_per_second
     if degrees.context_parallel_size == 1 or not profile.bytes_per_second:  # a worker alone has measured none
         return compute
-    passes = PACKED * (ulysses > 1) + (PACKED_FOR_RING + MERGED * _ring_block_count(degrees)) * (ring > 1)
+    passes: float = PACKED * (ulysses > 1) + (PACKED_FOR_RING + MERGED * _ring_block_count(degrees)) * (ring > 1)
+    if degrees.options.sends_float8:
+        passes += 4 * (TO_FLOAT8 + FROM_FLOAT8) * (ulysses > 1) + 2 * (TO_FLOAT8 + FROM_FLOAT8 * (ring - 1)) * (
+            ring > 1
+        )
     memory = passes * share / max(profile.flops_per_second / FLOP_PER_BYTE, LEAST_BYTES_PER_SECOND)
     small = DIVIDED + BLOCK * _ring_block_count(degrees) * (ring > 1)
     return compute + memory + small + _exposed_transfer(work, compute, degrees, profile)
@@ -154,12 +160,21 @@ def attention_seconds(work: Work, degrees: Parallelism, profile: DeviceProfile) 
 def _exposed_transfer(work: Work, compute: float, degrees: Parallelism, profile: DeviceProfile) -> float:
     """Returns the seconds of transfers that no computation hides."""
     ring, block = degrees.ring_degree, compute / degrees.ring_degree
-    all_to_all, send_recv = (size / profile.bytes_per_second for size in _sent_bytes(work.tensor_bytes, degrees))
+    sent = work.tensor_bytes * _sent_share(work, degrees)
+    all_to_all, send_recv = (size / profile.bytes_per_second for size in _sent_bytes(sent, degrees))
     if 3 * work.tensor_bytes / degrees.context_parallel_size >= TWO_WAVES:
         all_to_all -= min(all_to_all, compute) / 2
     if degrees.options.rotate_method == "allgather":
         return all_to_all + max(0.0, (ring - 1) * send_recv - block)
     return all_to_all + (ring - 1) * max(0.0, send_recv - block)
+
+
+def _sent_share(work: Work, degrees: Parallelism) -> float:
+    """Returns the share of a tensor's bytes that travels: in float8 a byte a number, and two more for each head."""
+    network = work.network
+    if not degrees.options.sends_float8:
+        return 1.0
+    return (1 + 2 * network.heads / network.width) / network.item_bytes
 
 
 def _sent_bytes(tensor_bytes: float, degrees: Parallelism) -> tuple[float, float]:
@@ -196,7 +211,8 @@ def rotate_method_for(memory: MemoryModel, profile: DeviceProfile | None) -> Rot
         return "alltoall"
     methods: tuple[RotateMethod, ...] = ("allgather", "alltoall")
     if work.network.row_levels:
-        methods = ("allgather",) if degrees.ulysses_degree > 1 else ("allgather", "tokens")
+        of_keys = degrees.ulysses_degree > 1 or degrees.options.sends_float8  # tokens are sent as they are
+        methods = ("allgather",) if of_keys else ("allgather", "tokens")
     elif profile.bytes_per_second < FAST:
         return "alltoall"
     seconds = evaluation_seconds if work.network.row_levels else attention_seconds

@@ -18,7 +18,7 @@ from ..demo import check_diffusers
 from ..engine.comm.device_events import event_factory
 from ..engine.comm.ranks import device_kind, join, rank, world_size
 from ..engine.comm.votes import differing_ranks
-from ..engine.graphs.block_compile import reporting_compilation
+from ..engine.graphs.block_compile import reporting_compilation, warm_compiler
 from ..errors import OutOfMemory, Refused
 from ..jobs import DemoJob, EvaluationJob, Job, VAEJob, answering_rank
 from ..specs import ComfySetup, Parallelism
@@ -162,6 +162,8 @@ def main(address: str) -> None:
         channel.send(Connected())
         worker = Worker(channel, device, *_loops_and_loaders(welcome.comfy, device))
         channel.send(worker.joined())
+        if welcome.comfy is not None and welcome.comfy.compiles:
+            warm_compiler()
         worker.serve()
     except EOFError:
         pass  # the host has disconnected

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -114,6 +115,20 @@ def overridden(rank: int, world: int, name: str, ring: int, ulysses: int, says_s
     except Refused as why:
         return {"refused": str(why)}
     return {"error": error(got, wants), "calls": (together.calls, alone.calls)}
+
+
+def chosen_by_a_node(rank: int, world: int, function: str, ring: int, ulysses: int) -> dict[str, Any]:
+    """ComfyUI's Model Attention Backend with this function of ComfyUI's, in the divided network and the plain one."""
+    model = SimpleNamespace(model_options={"transformer_options": {}})
+    patchers = importlib.import_module("comfy.model_patcher")
+    attention = getattr(importlib.import_module("comfy.ldm.modules.attention"), function)
+    patchers.ModelPatcher.set_model_optimized_attention(model, attention)
+    options: Any = model.model_options["transformer_options"]
+    network, inputs = made("flux")
+    try:
+        return {"error": error(divided_forward(network, inputs, ring, ulysses, **options), forward(network, inputs))}
+    except Refused as why:
+        return {"refused": str(why)}
 
 
 def names_restored(rank: int, world: int) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,9 +12,11 @@ from torch import Tensor, nn
 
 from parallel_runtime.accelerators import KERNELS
 from parallel_runtime.architectures import Architecture, architecture_of
+from parallel_runtime.architectures.split_plan import Gather, SplitPlan
 from parallel_runtime.engine.attention.attention_override import backend_override
 from parallel_runtime.engine.kernels.dispatch import attend_block, attend_native
 from parallel_runtime.engine.kernels.registry import FUNCTIONS, KernelFunction
+from parallel_runtime.engine.split import splitter
 from parallel_runtime.engine.split.parallelize import parallelize, unparallelize
 from parallel_runtime.engine.split.streams import streams_of
 
@@ -49,6 +52,19 @@ def planned(rank: int, world: int, name: str, text: int) -> dict[str, Any]:
         "layers": known.layers(network),
         "head size": known.width(network) / known.heads(network),
     }
+
+
+def in_float8(rank: int, world: int, name: str, ring: int, ulysses: int) -> dict[str, Any]:
+    """How far the network is from the plain one where keys, values and heads are sent in float8."""
+    network, inputs = made(name)
+    plain = forward(network, inputs)
+    options = {"comm_dtype": "float8_e4m3fn"}
+    parallelize(network, plan_of(network).plan, mesh(ring, ulysses), parallelism(ring, ulysses, **options))
+    try:
+        together = forward(network, inputs)
+    finally:
+        unparallelize(network)
+    return {"error": error(together, plain), "bits": digest(together)}
 
 
 class _Low(KernelFunction):
@@ -134,3 +150,68 @@ def copied(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: copied(item) for name, item in value.items()}
     return type(value)(map(copied, value)) if isinstance(value, (list, tuple)) else value
+
+
+def gathered_bytes(rank: int, world: int, name: str, option: str = "") -> dict[str, Any]:
+    """Bytes that a forward gathers from all ranks by its plan, and by one that gathers what its last layers are given;
+    and how far both are from the plain network. `option` is one of `OPTIONS`."""
+    network, inputs = made(name)
+    plan, options = plan_of(network).plan, OPTIONS[option]
+    plain, answers = forward(network, inputs, **options), {}
+    for which, tried in (("after", plan), ("before", _gathering_first(plan))):
+        counted: list[int] = []
+        original = splitter.all_gather_v
+
+        def counting(*args: Any, before: Any = original, into: list[int] = counted) -> Any:
+            pending = before(*args)
+            into.append(pending.outputs[0].nbytes)
+            return pending
+
+        splitter.all_gather_v = counting
+        parallelize(network, tried, mesh(world, 1), parallelism(world, 1))
+        try:
+            answers[f"error {which}"] = error(forward(network, inputs, **options), plain)
+        finally:
+            unparallelize(network)
+            splitter.all_gather_v = original
+        answers[which] = sum(counted)
+    return answers
+
+
+def _leave_out(arguments: dict[str, Any], _: Any) -> dict[str, Any]:
+    return arguments
+
+
+def _mix(arguments: dict[str, Any]) -> dict[str, Any]:
+    return arguments | {"img": arguments["img"] + 0.3 * arguments["img"].roll(1, 1)}
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "": {},
+    "all blocks left out": {
+        "patches_replace": {
+            "dit": {(kind, n): _leave_out for kind in ("double_block", "single_block") for n in range(64)}
+        }
+    },
+    "a patch that sees all tokens": {"patches": {"double_block": [_mix]}},
+}
+
+
+def _gathering_first(plan: SplitPlan) -> SplitPlan:
+    """The plan whose last layers are given all tokens."""
+    return replace(
+        plan,
+        module_plans=tuple(
+            replace(
+                each,
+                args={
+                    name: replace(spec, after=False, ranges=())
+                    for name, spec in each.args.items()
+                    if isinstance(spec, Gather)
+                },
+            )
+            if each.tail is not None
+            else each
+            for each in plan.module_plans
+        ),
+    )

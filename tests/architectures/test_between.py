@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import pytest
+
+from parallel_runtime.architectures.block_patches import attends_each_head, attention_called_by
 
 from ..engine.conftest import Groups
 
@@ -159,3 +163,56 @@ def test_a_ring_refuses_an_attention_that_the_file_chose_by_name(networks: Group
 def test_an_attention_that_comfyui_would_not_use_either_is_none(networks: Groups, case: dict[str, Any]) -> None:
     for answer in networks(2).run("tests.architectures.between_cases:own_attention", **case):
         assert answer["error"] <= EXACT
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2)])
+def test_pytorchs_attention_chosen_by_a_node_is_a_rings_own(networks: Groups, ring: int, ulysses: int) -> None:
+    call = {"function": "attention_pytorch", "ring": ring, "ulysses": ulysses}
+    for answer in networks(2).run("tests.architectures.between_cases:chosen_by_a_node", **call):
+        assert answer["error"] <= 1e-5
+
+
+def test_an_attention_without_log_sum_exp_that_a_node_chose_is_refused_a_ring(networks: Groups) -> None:
+    call = {"function": "attention_sub_quad", "ring": 2, "ulysses": 1}
+    for answer in networks(2).run("tests.architectures.between_cases:chosen_by_a_node", **call):
+        assert "gives no log-sum-exp" in answer["refused"]
+
+
+def get_sage_func(mode: str) -> Callable[..., Any]:
+    """Makes an attention under the names that KJNodes has."""
+
+    def sageattn(*_: Any) -> None: ...
+
+    def sageattn_qk_int8_pv_fp16_cuda(*_: Any) -> None: ...
+
+    if mode == "auto":
+
+        def sage_func(*args: Any) -> Any:
+            return sageattn(*args)
+    else:
+
+        def sage_func(*args: Any) -> Any:
+            return sageattn_qk_int8_pv_fp16_cuda(*args)
+
+    own = sage_func
+    sage_func = wraps(own)(lambda *args: own(*args))  # as torch.compiler.disable does
+
+    def attention_sage(*args: Any) -> Any:
+        return sage_func(*args)
+
+    return wraps(attention_sage)(lambda *args: attention_sage(*args))
+
+
+@pytest.mark.parametrize(("mode", "called"), [("auto", "attention_sage"), ("sageattn_qk_int8_pv_fp16_cuda", "")])
+def test_a_ring_has_kjnodes_sage_where_sageattention_chooses_its_kernel(mode: str, called: str) -> None:
+    new_attention = get_sage_func(mode)
+
+    def override(func: Any, *args: Any, **kwargs: Any) -> Any:
+        return new_attention.__wrapped__(*args, **kwargs)
+
+    assert attends_each_head(override)
+    assert attention_called_by(override) == called
+
+
+def test_of_another_override_nothing_is_known() -> None:
+    assert attention_called_by(lambda func, *args, **kwargs: func(*args, **kwargs)) == ""

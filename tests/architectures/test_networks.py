@@ -51,6 +51,15 @@ def test_a_prompt_may_be_as_long_as_what_the_other_rank_has_of_the_image(network
     check(networks, "hidream o1, a later step", 2, 1)
 
 
+@pytest.mark.parametrize("degrees", [(2, 1), (1, 2), (2, 2)], ids=str)
+@pytest.mark.parametrize("case", ["flux", "wan", "mochi", "cosmos 1"])
+def test_in_float8_ranks_agree_and_the_result_is_near(networks: Groups, case: str, degrees: tuple[int, int]) -> None:
+    ring, ulysses = degrees
+    answers = networks(ring * ulysses).run("tests.architectures.cases:in_float8", name=case, ring=ring, ulysses=ulysses)
+    assert len({answer["bits"] for answer in answers}) == 1, "ranks differ"
+    assert EXACT < max(answer["error"] for answer in answers) < 0.1
+
+
 @pytest.mark.sweep(one_in=4)  # each network meets one of these four divisions, and with --all every one
 @pytest.mark.parametrize("case", list(CASES))
 def test_three_ranks_in_a_ring(networks: Groups, case: str) -> None:

@@ -118,8 +118,8 @@ def test_three_widgets_show_and_those_that_differ_from_the_preset(page: Any) -> 
     page.wait_for_function(f"({SHOWN})() === 3")
     wait_until_drawn(page)
     assert page.evaluate(HEIGHT) < 300
-    page.get_by_role("button", name="15 more options").click()
-    page.wait_for_function(f"({SHOWN})() === 18")
+    page.get_by_role("button", name="16 more options").click()
+    page.wait_for_function(f"({SHOWN})() === 19")
     wait_until_drawn(page)
     fewer, summary = page.get_by_role("button", name="Fewer options"), page.locator(SUMMARY).bounding_box()
     assert fewer.bounding_box()["y"] - (summary["y"] + summary["height"]) < 30, "in sight, above all widgets"
@@ -195,8 +195,8 @@ def test_opening_more_options_is_no_step_to_undo(page: Any) -> None:
     wait_until_drawn(page)
     history, size = page.evaluate(HISTORY), page.evaluate(SIZE)
     assert history[1] is False
-    page.get_by_role("button", name="15 more options").click()
-    page.wait_for_function(f"({SHOWN})() === 18")
+    page.get_by_role("button", name="16 more options").click()
+    page.wait_for_function(f"({SHOWN})() === 19")
     wait_until_drawn(page)
     assert page.evaluate(HISTORY) == history
     page.get_by_role("button", name="Fewer options").click()
@@ -205,8 +205,8 @@ def test_opening_more_options_is_no_step_to_undo(page: Any) -> None:
     assert page.evaluate(HISTORY) == history
     assert page.evaluate(SIZE) == size, "the size that a user gave it"
 
-    page.get_by_role("button", name="15 more options").click()
-    page.wait_for_function(f"({SHOWN})() === 18")
+    page.get_by_role("button", name="16 more options").click()
+    page.wait_for_function(f"({SHOWN})() === 19")
     page.evaluate(EDIT, ["nnodes", 2])
     page.wait_for_function(f"({SHOWN})() === 19")
     assert page.evaluate(HISTORY) == [history[0] + 1, True], "an edit is one"
@@ -216,8 +216,8 @@ def test_opening_more_options_is_no_step_to_undo(page: Any) -> None:
     wait_until_drawn(page)
     assert page.evaluate(HISTORY) == history
     assert page.evaluate(SIZE) == size
-    page.get_by_role("button", name="15 more options").click()
-    page.wait_for_function(f"({SHOWN})() === 18")
+    page.get_by_role("button", name="16 more options").click()
+    page.wait_for_function(f"({SHOWN})() === 19")
 
 
 def test_degrees_that_are_all_left_to_the_model_are_not_listed(page: Any) -> None:
@@ -260,9 +260,9 @@ def test_a_preset_sets_its_widgets_and_is_read_from_them(page: Any) -> None:
         page.wait_for_function("name => document.querySelector('.cp-preset select').value === name", arg=name)
         page.evaluate("async () => app.loadGraphData(app.graph.serialize())")
         page.wait_for_function("name => document.querySelector('.cp-preset select').value === name", arg=name)
-        needs_address = name == "machines"
-        page.wait_for_function(SAYS, arg="rdzv_endpoint" if needs_address else "2 CPU workers")
-        assert (page.locator(".cp-summary.cp-bad").count() == 1) == needs_address
+        wrong = {"machines": "rdzv_endpoint", "fastest": "cuda_graphs"}.get(str(name))
+        page.wait_for_function(SAYS, arg=wrong or "2 CPU workers")
+        assert (page.locator(".cp-summary.cp-bad").count() == 1) == (wrong is not None)
     page.evaluate(EDIT, ["step_cache", 0.1])
     wait_until_drawn(page)
     assert preset.input_value() == "approximate", "it is the user's to adjust"
@@ -280,7 +280,7 @@ def test_a_preset_sets_its_widgets_and_is_read_from_them(page: Any) -> None:
     values = dict(zip(names, page.evaluate(SAVED), strict=True))
     assert [values[name] for name in ("pipeline_degree", "shares", "ring_degree", "data_degree")] == [1, "auto", 0, 0]
     assert page.evaluate(DEVICES) == devices, "which GPUs is no matter of a preset"
-    assert preset.locator("option").count() == 6, "nothing is custom any more"
+    assert preset.locator("option").count() == 7, "nothing is custom any more"
 
 
 @BOTH

@@ -84,7 +84,6 @@ REFUSED = {  # by a sentence that names what it is
     ("LoraLoaderBypassModelOnly", "flux"),
     ("LoraLoaderBypassModelOnly", "unet"),
     ("SamplerARVideo", "causal_wan"),
-    ("ModelAttentionBackend", "flux"),  # a ring needs an attention with a log-sum-exp
 }
 NOT_TRIED = {node: reason for reason, nodes in {
     "the tests have no tiny VAE for sound":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from .client import Graph
 from .comfy import ComfyInstall
 from .graphs import Job, Parallel, sampling_graph
 from .latents import apart, latent_of
+from .processes import marked_processes
 from .server import Server, running_server
 
 EXACT = 1e-5  # of the latent's standard deviation, float32
@@ -64,6 +66,18 @@ def test_a_native_sampler_compiles_nothing_in_comfyuis_process(server: Server) -
 
     eager = latent_of(server.client.run(native(asked=False)))
     assert apart(latent_of(server.client.run(native(asked=True), timeout=MINUTES)), eager) <= EXACT
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_workers_that_start_for_a_compiled_model_make_the_compiler_ready(server: Server) -> None:
+    def compilers() -> list[str]:
+        return [each.command for each in marked_processes(server.mark) if "compile_worker" in each.command]
+
+    one = Parallel(devices="cpu")  # which has two cores or more, as a pool of processes needs
+    server.client.run(sampling_graph(FLUX, "CPSampler", DEGREES["ring_2"]))
+    graph = compiled(sampling_graph(FLUX, "CPSampler", one), "CPTestCompile", backend="aot_eager", fullgraph=True)
+    server.client.run(graph, timeout=MINUTES)
+    assert compilers(), "inductor's processes, which this backend does not start"
 
 
 @pytest.mark.sweep  # minutes of a C++ compiler

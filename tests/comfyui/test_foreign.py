@@ -140,9 +140,10 @@ def test_what_lies_around_a_model_gives_ksamplers_picture(server: Server, what: 
     assert apart(got, want) <= (0.05 if "dtype" in what else BAR)
 
 
-def test_an_attention_on_a_guider_is_refused_a_ring_as_it_is_on_a_model(server: Server) -> None:
-    with pytest.raises(NodeError, match="optimized_attention_override gives no log-sum-exp, which a ring needs"):
-        server.client.run(on_the_guider("ModelAttentionBackend", attention="pytorch attention")(RING_2))
+def test_pytorchs_attention_on_a_guider_is_a_rings_own_as_it_is_on_a_model(server: Server) -> None:
+    picture = on_the_guider("ModelAttentionBackend", attention="pytorch attention")
+    got, want = (latent_of(server.client.run(picture(parallel))) for parallel in (RING_2, None))
+    assert apart(got, want) <= BAR
 
 
 def test_a_model_that_ksampler_has_sampled_with_is_sampled_by_the_workers(server: Server) -> None:

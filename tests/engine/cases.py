@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -128,6 +129,37 @@ def started_collectives(rank: int, world: int, degrees: list[int], method: str) 
     return counted_collectives(
         lambda: run(random_problem(2, masked=False), degrees, None, {"rotate_method": method}),
     )
+
+
+def sent_bytes(rank: int, world: int, degrees: list[int], dtype: str, method: str) -> list[int]:
+    """Bytes that one attention sends with `comm_dtype` same, and with float8_e4m3fn."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 48, 4, 64, generator=generator).to(getattr(torch, dtype)) for _ in range(3))
+    problem = Problem(12, 36, q, k, v, None)
+    return [
+        _bytes_of(partial(run, problem, degrees, None, {"rotate_method": method, "comm_dtype": sent}))
+        for sent in ("same", "float8_e4m3fn")
+    ]
+
+
+def _bytes_of(call: Callable[[], Any]) -> int:
+    counts = [0]
+    all_to_all, batch = dist.all_to_all_single, dist.batch_isend_irecv
+
+    def counted_exchange(received: Tensor, sent: Tensor, *args: Any, **kwargs: Any) -> Any:
+        counts[0] += sent.nbytes
+        return all_to_all(received, sent, *args, **kwargs)
+
+    def counted_batch(operations: list[dist.P2POp]) -> Any:
+        counts[0] += sum(each.tensor.nbytes for each in operations if each.op is dist.isend)
+        return batch(operations)
+
+    dist.all_to_all_single, dist.batch_isend_irecv = counted_exchange, counted_batch  # type: ignore[assignment]
+    try:
+        call()
+    finally:
+        dist.all_to_all_single, dist.batch_isend_irecv = all_to_all, batch
+    return counts[0]
 
 
 def counted_collectives(call: Callable[[], Any]) -> list[int]:

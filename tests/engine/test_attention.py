@@ -66,6 +66,28 @@ def test_streams_that_every_rank_holds_whole_are_exact(groups: Groups, degrees: 
     assert max(error for errors in answers for error in errors) <= BAR
 
 
+@pytest.mark.parametrize("rotate_method", ["alltoall", "allgather"])
+@pytest.mark.parametrize("degrees", [(2, 1), (3, 1), (1, 2), (1, 3), (2, 2)], ids=str)
+def test_in_float8_no_number_is_far_off(groups: Groups, degrees: Degrees, rotate_method: str) -> None:
+    """By the standard deviation; the random scores are sharp, and a mask may leave one key."""
+    call = {"degrees": degrees, "seeds": _seeds(8, "float8", degrees)}
+    options = {"rotate_method": rotate_method, "comm_dtype": "float8_e4m3fn"}
+    answers = groups(_world(degrees)).run(f"{CASES}:random_errors", options=options, **call)
+    assert BAR < max(error for errors in answers for error in errors) < 1.5
+
+
+@pytest.mark.parametrize(
+    ("degrees", "method"), [((3, 1), "alltoall"), ((3, 1), "allgather"), ((1, 2), "alltoall"), ((2, 2), "alltoall")]
+)
+@pytest.mark.parametrize(("dtype", "item_bytes"), [("bfloat16", 2), ("float16", 2), ("float32", 4)])
+def test_in_float8_a_byte_is_sent_for_each_number(
+    groups: Groups, degrees: Degrees, method: str, dtype: str, item_bytes: int
+) -> None:
+    call = {"degrees": degrees, "dtype": dtype, "method": method}
+    for same, float8 in groups(_world(degrees)).run(f"{CASES}:sent_bytes", **call):
+        assert float8 == pytest.approx(same * (64 + 2) / 64 / item_bytes)
+
+
 @pytest.mark.parametrize("degrees", [(3, 1), (1, 3), (2, 2)], ids=str)
 def test_staging_on_the_way_to_the_wire_is_exact(groups: Groups, degrees: Degrees) -> None:
     answers = groups(_world(degrees)).run(f"{CASES}:staged_errors", degrees=degrees, seeds=list(range(6)))

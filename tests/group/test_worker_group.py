@@ -10,7 +10,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from parallel_runtime import demo
+from parallel_runtime.demo import codec
+from parallel_runtime.demo.words import demo_job
 from parallel_runtime.errors import Refused
+from parallel_runtime.explain.plan_report import FLOAT8_ERROR
 from parallel_runtime.group.worker_group import WorkerGroup
 from parallel_runtime.specs import Parallelism
 
@@ -66,6 +70,23 @@ def test_two_workers_draw_what_one_draws(alone, pair, flux, parallelism, size, t
     one = samples(alone, flux, Parallelism(), size=size, tokens=tokens)
     two = samples(pair, flux, parallelism, size=size, tokens=tokens)
     assert difference(two, one) < 2e-5
+
+
+def test_in_float8_the_demo_draws_as_far_off_as_cp_plan_says_and_exactly_again_without(alone, pair):
+    noise = torch.randn(1, codec.CHANNELS, 16, 16, generator=torch.Generator().manual_seed(0))
+    job = demo_job("a red circle on a white background", noise, steps=5, cfg=2.5)
+
+    def drawn(group: WorkerGroup, parallelism: Parallelism) -> torch.Tensor:
+        return group.run(demo.spec(), parallelism, job).value["samples"]
+
+    one, exact = drawn(alone, Parallelism()), drawn(pair, ULYSSES)
+    errors = [
+        float((drawn(pair, degrees.with_options(comm_dtype="float8_e4m3fn")) - one).square().mean().sqrt() / one.std())
+        for degrees in (ULYSSES, RING)
+    ]
+    assert FLOAT8_ERROR / 2 < errors[0] < 1.5 * FLOAT8_ERROR
+    assert errors[1] < errors[0], "a rank's own keys are exact in a ring"
+    assert drawn(pair, ULYSSES).equal(exact), "bits as before"
 
 
 @pytest.mark.parametrize(

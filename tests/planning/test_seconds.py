@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from parallel_runtime.architectures.row_plan import RowLevel
 from parallel_runtime.engine.attention.ulysses import MIN_HIDDEN_BYTES
 from parallel_runtime.planning.device_profile import DeviceProfile
 from parallel_runtime.planning.memory_model import (
@@ -46,6 +47,32 @@ def milliseconds(work: Work, ring: int = 1, ulysses: int = 1, link: DeviceProfil
     return 1e3 * evaluation_seconds(
         work, Parallelism(ring_degree=ring, ulysses_degree=ulysses).with_options(**options), link
     )
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2), (4, 1), (2, 2)])
+def test_float8_gains_on_a_slow_link_and_nothing_on_nvlink(ring: int, ulysses: int) -> None:
+    slow = replace(NVLINK, bytes_per_second=5e9, flops_per_second=1.6e14)
+
+    def times(link: DeviceProfile) -> float:
+        same = milliseconds(FLUX.work(1, IMAGE), ring, ulysses, link)
+        return same / milliseconds(FLUX.work(1, IMAGE), ring, ulysses, link, comm_dtype="float8_e4m3fn")
+
+    assert 1.05 < times(slow) < 2
+    assert times(NVLINK) < 1.02
+
+
+def test_keys_in_float8_are_never_sent_as_the_tokens_that_they_are_made_of() -> None:
+    level = RowLevel(weights=1, attentions=1, width=640, messages=1)
+    work = replace(replace(FLUX, row_levels=(level, level)).work(1, IMAGE), row_ranks=2)
+    slow = replace(NVLINK, bytes_per_second=1e9)
+
+    def chosen(**options: Any) -> str:
+        degrees = Parallelism(ring_degree=2).with_options(rotate_method="auto", **options)
+        return rotate_method_for(
+            MemoryModel(work=work, degrees=degrees, capacity=Capacity(device_bytes=FREE_BYTES)), slow
+        )
+
+    assert (chosen(), chosen(comm_dtype="float8_e4m3fn")) == ("tokens", "allgather")
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ...accelerators import ANY_EXACT, FALLBACK, ring_backend
-from ...architectures.block_patches import attends_each_head
+from ...architectures.block_patches import attends_each_head, attention_called_by
 from ...architectures.split_plan import AttentionSpec, AttentionSpecs, Cross, Window
 from ...errors import Refused
 from ...request import AttentionBackend
@@ -155,8 +155,6 @@ class BackendOverride:
     def _backend_for(self, call: _NativeCall) -> AttentionBackend:
         """Returns the chosen backend, or FALLBACK where a node's override attends or ComfyUI forbids low precision. The
         same on all ranks."""
-        if self.previous is not None:
-            return FALLBACK
         backend = self._requested(call)
         kernel = FUNCTIONS.get(backend)
         if kernel is None or not kernel.spec.low_precision or call.options.get(_LOW_PRECISION) is not False:
@@ -165,7 +163,7 @@ class BackendOverride:
         return FALLBACK
 
     def _requested(self, _: _NativeCall) -> AttentionBackend:
-        return self._backend
+        return self._backend if self.previous is None else FALLBACK
 
 
 @cache
@@ -186,11 +184,13 @@ class AttentionOverride(BackendOverride):
         self._call: _NativeCall  # the latest
         self._scope_specs: list[AttentionSpecs] = []  # by scope
         self._attentions: dict[tuple[Cross, AttentionBackend], ContextAttention] = {}
+        self._ring_kernel = ""  # what a node's override calls
 
     def begin(self, previous: Override | None) -> None:
         """Begins a forward, for which a node has set the override `previous`. Wrapped functions use this one until
         `end`."""
-        if previous is not None and self._mesh.ring.size > 1:
+        self._ring_kernel = "" if previous is None else ring_backend(attention_called_by(previous))
+        if previous is not None and self._mesh.ring.size > 1 and not self._ring_kernel:
             raise self._has_no_lse(previous)
         if previous is not None and not attends_each_head(previous):
             raise Refused("attention.all_heads", option=OVERRIDE)
@@ -223,8 +223,10 @@ class AttentionOverride(BackendOverride):
         )
 
     def _requested(self, call: _NativeCall) -> AttentionBackend:
-        """Returns the backend of the widget; with auto what ComfyUI's flags or the file chose: full keys have that very
-        function, a ring's blocks the kernel that it calls."""
+        """Returns what a node chose, else the widget's backend, or with auto what ComfyUI's flags or the file chose:
+        full keys have that very function, a ring's blocks the kernel that it calls."""
+        if self.previous is not None:
+            return self._ring_kernel if self._mesh.ring.size > 1 else FALLBACK
         name = getattr(call.function, "__name__", "")
         if self._backend != "auto" or (self._mesh.ring.size == 1 and name in ANY_EXACT):
             return self._backend

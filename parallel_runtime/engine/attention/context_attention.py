@@ -12,6 +12,7 @@ from ...errors import Refused
 from ...request import AttentionBackend
 from ...specs import Parallelism
 from ..comm.collectives import Pending, all_gather_v, allocate
+from ..comm.float8 import SCALE_BYTES, from_float8, to_float8
 from ..comm.mesh import ContextMesh
 from ..kernels.choice import AttentionKind, choose_kernel
 from ..kernels.custom_op import attend_op, register
@@ -101,7 +102,13 @@ class ContextAttention:
         # PipeFusion caches keys of all heads at once.
         max_chunks = MAX_HEAD_CHUNKS if self.streams.pipefusion is None else 1
         chunks = head_chunks(
-            self.mesh, query, counts, tokens_by_rank, self.query_streams == self.key_streams, max_chunks
+            self.mesh,
+            query,
+            counts,
+            tokens_by_rank,
+            self.query_streams == self.key_streams,
+            max_chunks,
+            SCALE_BYTES if self.parallelism.options.sends_float8 else 0,
         )
         return AttentionLayout(
             queries=queries,
@@ -152,20 +159,24 @@ class ContextAttention:
         """Exchanges tokens for heads in an all-to-all, attends on the local heads, and exchanges the outputs back."""
         if layout.repeat_keys:
             key, value = repeat_kv(key, query.shape[2]), repeat_kv(value, query.shape[2])
+        float8, dtype = self.parallelism.options.sends_float8, query.dtype
+        if float8:
+            query, key, value = map(to_float8, (query, key, value))
         mesh_dim, pending_returns = self.mesh.ulysses, []
         for chunk, received in self._received_chunks(layout.head_chunks, query, key, value):
             chunk_mask = None if mask is None else mask.heads(chunk.first, *chunk.inbound.heads)
-            q, k, v = received
+            q, k, v = (from_float8(part, dtype) for part in received) if float8 else received
             out = self._attend_heads(layout, scale, q, k, v, chunk_mask)
             del q, k, v
             received.clear()
+            out = to_float8(out) if float8 else out
             pending_returns.append((chunk, to_tokens(out, chunk.inbound, mesh_dim, self.streams, chunk.number)))
         del out
         output = allocate(query.shape, query)
         for chunk, pending in pending_returns:
             (returned_heads,) = pending.wait()
             write_returned(returned_heads, chunk.inbound, output)
-        return output
+        return from_float8(output, dtype) if float8 else output
 
     def _received_chunks(
         self, chunks: Sequence[HeadChunk], query: Tensor, key: Tensor, value: Tensor

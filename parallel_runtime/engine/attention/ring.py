@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...request import EngineOptions
 from ..comm.collectives import all_gather_others, allocate, allocate_scratch, ring_send_recv
+from ..comm.float8 import from_float8, to_float8
 from ..comm.mesh import MeshDim
 from ..split.streams import SCRATCH_CACHE_BYTES, Streams
 
@@ -29,9 +30,18 @@ def exchange(
 ) -> Iterator[tuple[Owners, Block]]:
     """Yields (owners' indices, keys and values) of the rank's own block, from its original memory, then of the others,
     which are sent as these options say."""
+    key, value = map(to_float8, block) if options.sends_float8 else block
     if options.rotate_method == "allgather":
-        return all_gather_blocks(block, key_counts, mesh_dim)
-    return rotate(block, key_counts, mesh_dim, streams)
+        blocks = all_gather_blocks((key, value), key_counts, mesh_dim)
+    else:
+        blocks = rotate((key, value), key_counts, mesh_dim, streams)
+    for number, (owners, (key, value)) in enumerate(blocks):
+        if number == 0:
+            yield owners, block
+        elif options.sends_float8:
+            yield owners, (from_float8(key, block[0].dtype), from_float8(value, block[1].dtype))
+        else:
+            yield owners, (key, value)
 
 
 def rotate(

@@ -141,9 +141,11 @@ def head_chunks(
     tokens_by_rank: TokensByRank,
     same_tokens: bool,
     max_chunks: int = MAX_HEAD_CHUNKS,
+    added: int = 0,
 ) -> tuple[HeadChunk, ...]:
     """Returns the head chunks, at most `max_chunks`, of queries [B, tokens, H, D] with `heads` heads, its own and the
-    keys'; `same_tokens`: both are of the same tokens. Returns () without Ulysses ranks."""
+    keys'; `same_tokens`: both are of the same tokens; D and `added` elements travel. Returns () without Ulysses
+    ranks."""
     mesh_dim, first = mesh.ulysses, mesh.ring.index * mesh.ulysses.size
     if mesh_dim.size == 1:
         return ()
@@ -155,7 +157,7 @@ def head_chunks(
 
     def packed(heads: tuple[int, ...], tokens: tuple[int, ...], chunk: int) -> AllToAllLayout:
         return all_to_all_layout(
-            heads, mesh_dim.parts, tokens, mesh_dim.index, query.shape[0], query.shape[3], chunk, number
+            heads, mesh_dim.parts, tokens, mesh_dim.index, query.shape[0], query.shape[3] + added, chunk, number
         )
 
     return tuple(

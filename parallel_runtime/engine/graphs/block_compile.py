@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -66,6 +67,13 @@ def _refusing(forward: Callable[..., Any], backend: str) -> Callable[..., Any]:
             ) from failed
 
     return call
+
+
+def warm_compiler() -> None:
+    """Imports the compiler and starts its processes, some seconds of the first compilation, while the host still
+    prepares the first run."""
+    importlib.import_module("torch._inductor.compile_fx")
+    importlib.import_module("torch._inductor.async_compile").AsyncCompile.warm_pool()
 
 
 @contextmanager

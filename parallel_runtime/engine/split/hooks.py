@@ -51,7 +51,8 @@ class Block:
 
     def check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises Refused for an argument that the plan does not name: ignored, it would make a wrong result."""
-        if self.module_plan.frames is None and all(isinstance(spec, Gather | Count) for _, spec in self.specs.values()):
+        only_counts = all(isinstance(spec, Gather | Count) for _, spec in self.specs.values())
+        if only_counts and self.module_plan.frames is None and self.module_plan.tail is None:
             return
         arguments, frames = self.arguments_by_name(args, kwargs), self.module_plan.frames
         framed = set() if frames is None else {frames.tokens, *frames.conditions, frames.until}
@@ -80,6 +81,12 @@ class Block:
             elif index is not None and index < len(positional):
                 positional[index] = replacement(name, positional[index], spec)
         return tuple(positional), kwargs
+
+    def tail_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], tail: Gather) -> tuple[Tensor, list[Any]]:
+        """Returns the hidden states that `tail` is about, and the ranges of its outputs."""
+        arguments = self.arguments_by_name(args, kwargs)
+        tokens = next(name for name, (_, spec) in self.specs.items() if spec is tail)
+        return arguments[tokens], [arguments[name] for name in tail.ranges]
 
     def hidden_states(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Returns the hidden states among the arguments, in the plan's order."""
@@ -143,7 +150,7 @@ def add_hooks(block: Block, splitter: Splitter) -> list[RemovableHandle]:
     if block.specs:
         split = partial(_split_inputs, block, splitter)
         handles.append(block.module.register_forward_pre_hook(split, with_kwargs=True))
-    if plan.outputs:
+    if plan.outputs or plan.tail is not None:
         handles.append(block.module.register_forward_hook(partial(_gather_outputs, block, splitter)))
     return handles
 
@@ -152,6 +159,8 @@ def add_hooks(block: Block, splitter: Splitter) -> list[RemovableHandle]:
 def _split_inputs(block: Block, splitter: Splitter, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     block.check_arguments(args, kwargs)
     plan = block.module_plan
+    if plan.tail is not None and not splitter.begin_tail(plan.tail, *block.tail_arguments(args, kwargs, plan.tail)):
+        return None
     split = block.replace_arguments(
         args, kwargs, lambda name, value, spec: splitter.split(value, spec, f"{plan.name}({name})")
     )
@@ -164,6 +173,10 @@ def _split_inputs(block: Block, splitter: Splitter, _: nn.Module, args: tuple[An
 @torch.compiler.disable
 def _gather_outputs(block: Block, splitter: Splitter, _: nn.Module, __: Any, output: Any) -> Any:
     plan = block.module_plan
+    if plan.tail is not None:
+        output = splitter.gather_tail(plan.tail, output, f"output of {plan.name}")
+        splitter.raise_if_incomplete()
+        return output
     if not (splitter.full_between_blocks or (block.last and plan.gathers) or plan.gathers == "each"):
         return None
     outputs = [output] if isinstance(output, Tensor) else list(output)

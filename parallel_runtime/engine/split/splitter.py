@@ -5,7 +5,7 @@ Knows no module and no attention.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ class Splitter(Streams):
         self._split_streams: set[str] = set()
         self._arrived_split: dict[Names, bool] = {}  # at the first block of a stack
         self._matching_specs: dict[tuple[Any, ...], Any] = {}  # several specs: the one that fits in this forward
+        self._ranges: list[tuple[int, int]] = []  # of the full stream, of which the last module returns the tokens
         self.full_between_blocks = False  # tokens are gathered after each block of this forward
         self.has_block_patches = False  # a model patch runs inside its blocks
 
@@ -66,7 +67,7 @@ class Splitter(Streams):
             case Split():
                 return self._split_tokens(value, spec, where)
             case Gather():
-                return self.gather(value, spec.streams, spec.dim, where)
+                return value if spec.after else self.gather(value, spec.streams, spec.dim, where)
             case Count():
                 length = value.shape[spec.dim] if isinstance(value, Tensor) else value
                 self._record_remainder(spec.streams, length, where)
@@ -212,12 +213,17 @@ class Splitter(Streams):
         if value is None or self._split_streams.isdisjoint(streams):
             return value
         self._split_streams.difference_update(streams)
-        total, local, shape = self.total(streams), self.local_count(streams), self._shapes.get(streams, ())
+        total, shape = self.total(streams), self._shapes.get(streams, ())
         flat = max(1, len(shape))
         tokens_shape = value.shape[dim:][:flat]
-        if tokens_shape[0] != local or (flat > 1 and tokens_shape == shape and total != local):
+        if not self._is_local(value, streams, dim):
             if tokens_shape.numel() != total:
-                raise _wrong_length(where, tokens_shape.numel(), streams, f"{total} (whole) or {local} (this rank's)")
+                raise _wrong_length(
+                    where,
+                    tokens_shape.numel(),
+                    streams,
+                    f"{total} (whole) or {self.local_count(streams)} (this rank's)",
+                )
             if not self.any_rank_has_all(streams):
                 return value
             flattened = value.reshape(*value.shape[:dim], total, *(1,) * (flat - 1), *value.shape[dim + flat :])
@@ -233,6 +239,35 @@ class Splitter(Streams):
         full = torch.cat(complete, dim)
         return full.reshape(*full.shape[:dim], *shape, *full.shape[dim + len(shape) :]) if len(shape) > 1 else full
 
+    def _is_local(self, value: Tensor, streams: Names, dim: int) -> bool:
+        shape, local = self._shapes.get(streams, ()), self.local_count(streams)
+        tokens_shape = value.shape[dim:][: max(1, len(shape))]
+        return tokens_shape[0] == local and not (
+            len(shape) > 1 and tokens_shape == shape and self.total(streams) != local
+        )
+
+    def begin_tail(self, tail: Gather, value: Tensor, ranges: list[Any]) -> bool:
+        """Returns whether the module behind the blocks is given this rank's part of `value`. It is not where patches
+        between blocks had all tokens gathered, or where no block has run."""
+        self._ranges = [(start, end) for start, end, *_ in ranges]
+        return not self._split_streams.isdisjoint(tail.streams) and self._is_local(value, tail.streams, tail.dim)
+
+    def gather_tail(self, tail: Gather, output: Any, where: str) -> Any:
+        """Returns the full output of the module behind the blocks. Collective where the streams are split."""
+        if not tail.ranges or self._split_streams.isdisjoint(tail.streams):
+            return self.gather(output, tail.streams, tail.dim, where)
+        self._split_streams.difference_update(tail.streams)
+        (stream,) = tail.streams
+        gathered = []
+        for number, (part, (start, end)) in enumerate(zip(output, self._ranges, strict=True)):
+            chunks = [self._rank_chunk(stream, index) for index in range(self._mesh_dim.size)]
+            sizes = [max(0, min(end, first + size) - max(start, first)) for first, size in chunks]
+            gathered.append(self._gather_chunks(part, sizes, tail.dim, (where, number)))
+        if None in gathered:
+            self._gather_incomplete = True
+            return output
+        return type(output)(gathered)
+
     def gather_residual(self, local: Tensor, tokens: int) -> Tensor:
         """Returns the full [B, tokens, C] of this rank's part of it. Collective."""
         sizes = chunk_sizes(tokens, self._mesh_dim.parts)
@@ -247,10 +282,13 @@ class Splitter(Streams):
     def _gather_stream(self, part: Tensor, stream: str, dim: int, where: str) -> Tensor | None:
         """Returns the full stream of this rank's part of it; None where other token patches have not had their turn."""
         if stream not in self.replicated:
-            sizes = self.sizes(stream)
-            chunk = part.narrow(dim, 0, sizes[self._mesh_dim.index]).movedim(dim, 0)
-            part = all_gather_v(chunk, sizes, self._mesh_dim).wait()[0].movedim(0, dim)
+            return self._gather_chunks(part, self.sizes(stream), dim, (where, stream))
         return part if self.pipefusion is None else self.pipefusion.gather((where, stream), part, dim)
+
+    def _gather_chunks(self, part: Tensor, sizes: Sequence[int], dim: int, key: Hashable) -> Tensor | None:
+        chunk = part.narrow(dim, 0, sizes[self._mesh_dim.index]).movedim(dim, 0)
+        full = all_gather_v(chunk, sizes, self._mesh_dim).wait()[0].movedim(0, dim)
+        return full if self.pipefusion is None else self.pipefusion.gather(key, full, dim)
 
 
 class Residuals(list[Any]):
