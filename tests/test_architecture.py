@@ -30,7 +30,7 @@ LOOSE = ("jobs", "accelerators", "specs", "request", "errors", "versions")  # be
 COMFY = {"comfy", "comfy_api", "comfy_extras", "comfy_execution", "folder_paths", "server", "execution"}
 DIFFUSERS = {"diffusers", "transformers"}
 WITH_COMFY = ("nodes/", "worker/comfy_loop/", "loading/", "commands/report/")
-WITH_DIFFUSERS = ("for_diffusers/", "demo/transformer.py", "commands/report/diffusers_own.py")
+WITH_DIFFUSERS = ("for_diffusers/", "demo/transformer.py")
 NEVER_MEET = {"worker", "engine", "for_diffusers", "loading"}  # what the ComfyUI side of a group must not import
 SOURCES = sorted(path for folder in (RUNTIME, ROOT / "nodes") for path in folder.rglob("*.py"))
 
@@ -72,7 +72,7 @@ def test_no_file_name_is_used_twice() -> None:
     assert [name for name, count in names.items() if count > 1] == []
 
 
-def test_only_four_places_know_comfyui_and_three_diffusers() -> None:
+def test_only_four_places_know_comfyui_and_two_diffusers() -> None:
     for path in SOURCES:
         name = place_of(path)
         assert name.startswith(WITH_COMFY) or not imported(path) & COMFY, name
