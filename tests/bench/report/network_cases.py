@@ -16,7 +16,7 @@ from parallel_runtime.architectures import Architecture, architecture_of
 from parallel_runtime.architectures.network_modules import blocks_of
 from parallel_runtime.commands.report.flux_steps import randomized
 from parallel_runtime.engine.comm.mesh import ContextMesh, build_mesh
-from parallel_runtime.engine.split.parallelize import parallelize, unparallelize
+from parallel_runtime.engine.parallelize import parallelize, unparallelize
 from parallel_runtime.engine.weights.prefetch import BlockPrefetcher, Buffers, rank_placement
 from parallel_runtime.engine.weights.sources import WeightSource
 from parallel_runtime.specs import Parallelism, WeightPlacement, WeightsMode
