@@ -1,4 +1,4 @@
-"""python -m parallel_runtime demo | join HOST:PORT | migrate WORKFLOW.json | networks draft|check FILE | report"""
+"""python -m parallel_runtime demo | join HOST:PORT | migrate WORKFLOW.json | report"""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ COMMANDS = {
     "demo": (".commands.demo_run", "draw a picture with the small model of this pack"),
     "join": (".commands.join", "lend this machine's devices to a ComfyUI on another"),
     "migrate": (".commands.migrate", "convert a saved workflow to CP samplers, or back with --back"),
-    "networks": (".commands.networks", "for developers: write and check the plan that splits a network"),
     "report": (".commands.report.command", "measure what this machine can do"),
 }
+MOVED = {"networks": "tests.networks"}
 
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
@@ -23,6 +23,8 @@ if __name__ == "__main__":
         if sys.argv[1:] in (["--help"], ["-h"]):
             sys.exit(sys.stdout.write(f"{usage}\n") and 0)
         unknown = f"there is no command {sys.argv[1]!r}\n" if len(sys.argv) > 1 else ""
+        if len(sys.argv) > 1 and sys.argv[1] in MOVED:
+            unknown = f"{sys.argv[1]} is for developers, who run it as python -m {MOVED[sys.argv[1]]}\n"
         sys.exit(unknown + usage)
     try:
         command = importlib.import_module(COMMANDS[sys.argv[1]][0], __package__)

@@ -22,8 +22,8 @@ from ..engine.comm.mesh import ContextMesh, GroupState, MeshDim, build_mesh, end
 from ..engine.comm.votes import any_rank, refuse_on_all_ranks
 from ..engine.graphs.block_compile import compile_blocks
 from ..engine.graphs.graph_runner import GraphRunner
+from ..engine.parallelize import parallelize, unparallelize
 from ..engine.pipeline.stages import PlaceholderBlock, Stages
-from ..engine.split.parallelize import parallelize, unparallelize
 from ..engine.weights.prefetch import Buffers, RankPlacement, rank_placement
 from ..jobs import Job
 from ..request import AfterSampling

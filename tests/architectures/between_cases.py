@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel_runtime.engine.split.parallelize import parallelize, unparallelize
+from parallel_runtime.engine.parallelize import parallelize, unparallelize
 from parallel_runtime.errors import Refused
 from parallel_runtime.request import AttentionBackend
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from parallel_runtime.engine.comm.mesh import ContextMesh
-from parallel_runtime.engine.split.parallelize import parallelize, unparallelize
+from parallel_runtime.engine.parallelize import parallelize, unparallelize
 from parallel_runtime.worker.step_cache import StepCache
 
 from ..engine.meshes import mesh, parallelism

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from parallel_runtime.architectures.network_modules import blocks_of
 from parallel_runtime.engine.comm.mesh import build_mesh
-from parallel_runtime.engine.split.parallelize import parallelize, unparallelize
+from parallel_runtime.engine.parallelize import parallelize, unparallelize
 from parallel_runtime.specs import Parallelism
 
 from ..fake_cuda import Launches, fake_cuda, fake_group, on_fake_cuda

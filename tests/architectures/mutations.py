@@ -18,8 +18,8 @@ from parallel_runtime.architectures.split_plan import ModulePlan, SplitPlan
 from parallel_runtime.engine.attention import attention_override
 from parallel_runtime.engine.attention.context_attention import ContextAttention
 from parallel_runtime.engine.comm.mesh import ContextMesh, MeshDim
+from parallel_runtime.engine.parallelize import parallelize, unparallelize
 from parallel_runtime.engine.split import splitter
-from parallel_runtime.engine.split.parallelize import parallelize, unparallelize
 
 from ..engine.meshes import mesh, parallelism
 from ..zoo.calls import Inputs

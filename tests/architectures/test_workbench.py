@@ -21,16 +21,7 @@ def command(action: str, folder: Path, code: str) -> str:
         pytest.skip(why_there_is_none())
     subject = folder / "my_network.py"
     subject.write_text(code)
-    words = [
-        str(comfy.python),
-        "-m",
-        "parallel_runtime",
-        "networks",
-        action,
-        str(subject),
-        "--comfyui",
-        str(comfy.root),
-    ]
+    words = [str(comfy.python), "-m", "tests.networks", action, str(subject), "--comfyui", str(comfy.root)]
     done = subprocess.run(
         words, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
     )

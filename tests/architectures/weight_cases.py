@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel_runtime.architectures.network_modules import blocks_of
 from parallel_runtime.engine.comm.mesh import with_new_group
-from parallel_runtime.engine.split.parallelize import parallelize, unparallelize
+from parallel_runtime.engine.parallelize import parallelize, unparallelize
 from parallel_runtime.engine.weights.prefetch import (
     BlockPrefetcher,
     Buffers,

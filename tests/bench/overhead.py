@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from parallel_runtime.commands.report.diffusers_own import log_sum_exp_on_the_cpu
 from parallel_runtime.engine.attention.context_attention import ContextAttention
 from parallel_runtime.engine.comm.mesh import build_mesh
 from parallel_runtime.engine.split.streams import Streams
@@ -31,6 +30,7 @@ from parallel_runtime.specs import Parallelism
 
 from . import harness
 from .host_work import counted
+from .report.diffusers_own import log_sum_exp_on_the_cpu
 from .vae_layers import vae_layers
 
 HEADS = 24

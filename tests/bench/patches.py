@@ -109,7 +109,7 @@ class Pictures:
         import comfy.sample
 
         from parallel_runtime.engine.comm.mesh import ContextMesh
-        from parallel_runtime.engine.split.parallelize import parallelize, unparallelize
+        from parallel_runtime.engine.parallelize import parallelize, unparallelize
         from parallel_runtime.engine.split.streams import streams_of
         from parallel_runtime.worker.comfy_loop.sampling import with_pipefusion
 

@@ -16,7 +16,7 @@ import torch
 
 from parallel_runtime.architectures import architecture_of
 from parallel_runtime.engine.comm.mesh import build_mesh
-from parallel_runtime.engine.split.parallelize import parallelize
+from parallel_runtime.engine.parallelize import parallelize
 from parallel_runtime.specs import Parallelism
 
 from ..rows.ranks import divide

@@ -26,8 +26,12 @@ def test_a_python_without_our_packages_is_told_how_to_get_them() -> None:
 def test_a_command_that_is_none_is_told_those_that_are() -> None:
     output = stderr_of("drmo")
     assert output.startswith("there is no command 'drmo'\n")
-    assert "usage: python -m parallel_runtime {demo,join,migrate,networks,report}" in output
+    assert "usage: python -m parallel_runtime {demo,join,migrate,report}" in output
     assert stderr_of().startswith("usage: ")
+
+
+def test_a_command_that_has_moved_says_where_it_is() -> None:
+    assert stderr_of("networks").startswith("networks is for developers, who run it as python -m tests.networks\n")
 
 
 def test_help_is_no_failure() -> None:

@@ -1,192 +1,65 @@
-"""The report for people with GPUs, here on CPU ranks and at tiny size: whole, exact, and told row by row."""
+"""`python -m parallel_runtime report`, here on the CPU with a tiny network: facts, seconds and errors, row by row."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import signal
 import subprocess
-import sys
-import uuid
-from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-pytest.importorskip("diffusers")
-
-from parallel_runtime.commands.report import attention_cases, command
-from parallel_runtime.commands.report.command import PARTS, main, planned, seconds_for
-from parallel_runtime.commands.report.measuring import Setting
+from parallel_runtime.commands.report import command
+from parallel_runtime.commands.report.command import main
+from parallel_runtime.commands.report.flux_steps import placements
 from parallel_runtime.commands.report.page import in_a_line
-from parallel_runtime.commands.report.page_locks import offloaded
-from parallel_runtime.commands.report.part import measurements_of
-from parallel_runtime.commands.report.recordings import Span, summed
-from parallel_runtime.commands.report.recordings import degrees as recorded_degrees
 from parallel_runtime.errors import Refused
 
-from ..comfyui.comfy import find_comfy
-from ..comfyui.processes import MARK, marked_processes, wait_until_none
-from ..groups import faulty, wait_until
+from ..comfyui.comfy import OUR_ROOT, find_comfy, why_there_is_none
+from ..groups import faulty
 
-ROOT = Path(__file__).parents[2]
 EXACT = 1e-5
-BF16 = 0.02  # the ranks' sums are rounded elsewhere than one process's
-Rows = dict[str, list[dict[str, Any]]]  # by the title of their part
 
 
-def reported(folder: Path, *arguments: str, fault: str) -> tuple[Rows, str, str]:
+def reported(out: Path, *arguments: str, fault: str = "tape") -> tuple[list[dict], str, str]:
     """Its rows, its text, and what it said."""
-    comfy = find_comfy()
-    python = comfy.python if comfy else sys.executable
-    command = [python, "-m", "parallel_runtime", "report", "--devices", "cpu", "--world", "2", "--tokens", "67"]
-    place = {"COMFYUI_PATH": str(comfy.root)} if comfy else {}
+    if (comfy := find_comfy()) is None:
+        pytest.skip(why_there_is_none())
+    line = [comfy.python, "-m", "parallel_runtime", "report", "--devices", "cpu", "--comfyui", comfy.root]
     done = subprocess.run(
-        [*map(str, command), "--out", str(folder / "report"), *arguments],
-        cwd=ROOT, env=os.environ | place | faulty(fault), capture_output=True, text=True, timeout=900,
+        [*map(str, line), "--out", str(out), *arguments],
+        cwd=OUR_ROOT, env=os.environ | faulty(fault), capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    first, *lines = (folder / "report.jsonl").read_text().splitlines()
+    first, *lines = out.with_suffix(".jsonl").read_text().splitlines()
     assert "machine" in json.loads(first)
-    sections: Rows = defaultdict(list)
-    for row in map(json.loads, lines):
-        sections[row["section"].partition(":")[0]].append(row)
-    return sections, (folder / "report.md").read_text(), done.stdout
+    return [json.loads(line) for line in lines], out.with_suffix(".md").read_text(), done.stdout
+
+
+def test_both_divisions_over_two_workers_are_timed_and_equal_to_each_other(tmp_path: Path) -> None:
+    (started, *steps), text, said = reported(tmp_path / "report", "--world", "2")
+    assert started["what"] == "start of the workers"
+    assert started["seconds"] > 0
+    assert [row["degrees"] for row in steps] == ["ring 1 x Ulysses 2", "ring 2 x Ulysses 1"]
+    assert all(row["seconds"] > 0 and row["gib"] > 0 and row["workers"] == 2 for row in steps)
+    assert 0 < steps[1]["error"] <= EXACT
+    assert all(row["degrees"] in text and row["degrees"] in said for row in steps)
 
 
 @pytest.mark.sweep
-def test_the_report_is_whole_and_exact(tmp_path: Path) -> None:
-    sections, text, log_text = reported(tmp_path, "--minutes", "60", fault="tape")  # a busy machine is slow
-    assert not [row for rows in sections.values() for row in rows if "failed" in row]
-    pools, recordings, locks, attention, group, networks, vae, share, theirs = sections.values()
-    assert [row["note"] for row in (*pools, *locks)] == ["no CUDA graphs here", "needs a CUDA GPU"]
-    errors = {row["degrees"]: row["error"] for row in attention if row["what"] == "auto"}
-    assert {"ring 2 x Ulysses 1", "ring 2 x Ulysses 1, allgather", "ring 1 x Ulysses 2"} <= errors.keys()
-    assert max(errors.values()) <= EXACT
-    assert [row["what"] for row in group][:2] == ["start of the group", "first run, with loading"]
-    assert all(row["gib"] > 0 for row in group)
-    assert {row["degrees"] for row in theirs} >= {"1 rank", "Ulysses 8", "ring 8"}
-    assert all(row["what"] in text for row in (*attention, *group))
-    assert [row["what"] for row in group if "while it records" in row["what"] and "note" not in row]
-    assert "[4 of 9] Attention against float64: 2 ranks; about" in log_text
-    if find_comfy() is None:
-        assert {row["note"] for row in (*recordings, *networks, *vae, *share)} == {
-            "no ComfyUI here; --comfyui names its folder"
-        }
-        return
-    check_recordings(recordings)
-    check_networks(networks)
-    assert {(row["what"].partition(",")[0], row["workers"]) for row in vae} >= {("FLUX's VAE", 2), ("Wan's VAE", 1)}
-    assert max(row["error"] for row in vae if "error" in row) <= EXACT
-    check_shares(share)
+def test_workers_that_fail_are_a_row_and_the_next_ones_are_measured(tmp_path: Path) -> None:
+    (_, failed, _, *steps), text, _ = reported(tmp_path / "report", "--world", "2", "1", fault="1 evaluation raise")
+    assert "sabotage" in failed["failed"]
+    assert [row["degrees"] for row in steps] == ["ring 1 x Ulysses 1"]
+    assert "FAILED: " in text
 
 
-def check_recordings(rows: list[dict[str, Any]]) -> None:
-    notes = {(row["what"], row["degrees"], row["mode"]): row.get("note", "") for row in rows}
-    for network in ("FLUX, tiny", "Wan, tiny"):
-        for degrees in ("ring 1 x Ulysses 2", "ring 2 x Ulysses 1"):
-            assert notes[network, degrees, "auto"] == "recorded, 16 replays"
-            assert notes[network, degrees, "one replay"] == "needs a CUDA GPU"
-            assert (network, degrees, "replays") in notes
-    assert max(row["error"] for row in rows if "error" in row) == 0
+@pytest.fixture
+def no_comfyui(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "find_comfyui", lambda _: "")
 
 
-def check_networks(rows: list[dict[str, Any]]) -> None:
-    errors = {(row["what"], row["weights"], row["degrees"]): row["error"] for row in rows}
-    for network in ("FLUX, tiny", "Wan, tiny"):
-        for weights in ("bfloat16", "float8_e4m3fn"):
-            assert errors[network, weights, "ring 2 x Ulysses 1"] <= BF16
-            whole, *elsewhere = (
-                errors[network, weights, f"ring 1 x Ulysses 2{how}"] for how in ("", ", shard", ", offload")
-            )
-            assert whole <= BF16
-            assert elsewhere == [whole] * 2
-
-
-def check_shares(rows: list[dict[str, Any]]) -> None:
-    """Eager and recorded at 1, 2, 4 and 8 ranks; nothing is compiled for a CPU."""
-    modes = {(row["what"], row["degrees"], row["mode"]): row for row in rows}
-    for network in ("FLUX, tiny", "Wan, tiny"):
-        for degrees in ("1 rank", *(f"{kind} {world}" for kind in ("Ulysses", "ring") for world in (2, 4, 8))):
-            assert modes[network, degrees, "eager"]["host_ms"] > 0
-            assert modes[network, degrees, "recorded"]["faster"] > 0
-        assert modes[network, "Ulysses 8", "compiled and recorded"]["note"] == "no CUDA graphs here"
-
-
-def test_every_part_has_its_module() -> None:
-    folder = Path(command.__file__).parent
-    names = [part.module for part in PARTS]
-    assert [name for name in names if not (folder / f"{name}.py").exists()] == []
-
-
-def test_a_figure_on_the_terminal_says_what_it_is() -> None:
-    row = {"what": "FLUX", "mode": "eager", "error": 0.0, "ms": 12.1, "host_ms": 3.0, "faster": 1.5, "graph_gib": 0.5}
-    assert in_a_line(row) == (
-        "FLUX, eager, error 0.0e+00, 12.1 ms, 3 ms of the host, 1.50 x as fast as the first, 0.50 GiB of a graph"
-    )
-
-
-def test_parts_that_are_named_are_all_that_is_reported_and_a_case_that_fails_is_a_row(tmp_path: Path) -> None:
-    parts = ["graph_pools", "page_locks", "attention"]
-    rows, text, output = reported(tmp_path, "--minutes", "60", "--only", *parts, fault="tape;1 report raise")
-    pools, locks, attention = rows.values()
-    assert [row["note"] for row in (*pools, *locks)] == ["no CUDA graphs here", "needs a CUDA GPU"]
-    assert [row.get("failed") for row in attention].count("on another rank") == 1
-    assert len([row for row in attention if row.get("error", 1) <= EXACT]) == len(attention) - 1 > 5
-    assert all(row["what"] in text for row in attention)
-    assert "FAILED: on another rank" in text
-    assert "[3 of 3] Attention against float64: 2 ranks; about" in output
-
-
-def test_a_part_that_is_cut_off_keeps_what_it_found(tmp_path: Path) -> None:
-    sections, _, log_text = reported(tmp_path, "--only", "attention", fault="1 report SIGKILL")
-    *kept, last = sections["Attention against float64"]
-    assert len(kept) == 2
-    assert last["what"] == "the rest of this part"
-    assert "rank 1 with -9" in last["failed"]
-    assert all(row["degrees"] in log_text for row in kept)
-
-
-def test_what_there_is_no_time_for_is_said(tmp_path: Path) -> None:
-    sections, *_ = reported(tmp_path, "--minutes", "0", fault="tape")
-    notes = [row["note"] for rows in sections.values() for row in rows]
-    assert len(notes) == 9
-    assert any(note.startswith("its share of time is too short") for note in notes)
-
-
-def test_a_part_whose_time_is_over_was_not_measured_and_has_not_failed() -> None:
-    setting = Setting(kind="cpu", tokens=67)
-    (row,) = measurements_of(attention_cases.__name__, setting, processes=1, seconds=0.1)
-    assert row["what"] == "the rest of this part"
-    assert row["note"].startswith("not measured for lack of time: it was given 0 s")
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT], ids=lambda how: how.name)
-def test_no_rank_outlives_a_report_that_was_ended(tmp_path: Path, how: signal.Signals) -> None:
-    mark, lines = uuid.uuid4().hex, tmp_path / "report.jsonl"
-    command = [sys.executable, "-m", "parallel_runtime", "report", "--devices", "cpu", "--only", "attention"]
-    report = subprocess.Popen(
-        [*command, "--world", "2", "--tokens", "67", "--minutes", "60", "--out", str(tmp_path / "report")],
-        cwd=ROOT, env=os.environ | faulty("1 report SIGSTOP") | {MARK: mark}, stdout=subprocess.PIPE, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # what runs in the background ignores it
-    )  # fmt: skip
-    try:
-        wait_until(lambda: lines.exists() and len(lines.read_text().splitlines()) == 3, 300)
-        report.send_signal(how)
-        output, _ = report.communicate(timeout=60)
-        assert wait_until_none(mark, 5) == []
-        assert report.returncode == (1 if how == signal.SIGINT else -how)
-        assert ("stopped; results so far are in" in output) == (how == signal.SIGINT)
-    finally:
-        for process in marked_processes(mark):
-            process.kill()
-
-
-BRIEF = ("--devices", "cpu", "--only", "attention", "--minutes", "0")
+BRIEF = ("--devices", "cpu")
 
 
 @pytest.mark.parametrize(
@@ -194,10 +67,7 @@ BRIEF = ("--devices", "cpu", "--only", "attention", "--minutes", "0")
     [
         (("--world", "0"), "argument --world: starts at 1, got 0"),
         (("--world", "2", "-1"), "argument --world: starts at 1, got -1"),
-        (("--tokens", "-3"), "argument --tokens: starts at 1, got -3"),
-        (("--tokens", "many"), "argument --tokens: invalid count value: 'many'"),
-        (("--minutes", "nan"), "argument --minutes: nan is no length of time"),
-        (("--minutes", "-5"), "argument --minutes: -5 is no length of time"),
+        (("--world", "many"), "argument --world: invalid count value: 'many'"),
         (("--comfyui", "/nowhere"), "argument --comfyui: there is no ComfyUI in /nowhere"),
     ],
 )
@@ -210,16 +80,21 @@ def test_arguments_that_cannot_be_are_named(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.usefixtures("no_comfyui")
 @pytest.mark.parametrize(
     ("name", "written"),
     [("h100-2.13", "h100-2.13"), ("report.md", "report"), ("report.jsonl", "report"), ("", "report")],
 )
 def test_it_is_written_under_the_name_that_was_told(tmp_path: Path, name: str, written: str) -> None:
-    """A folder has it in it."""
+    """A folder has it in it. Without a ComfyUI it has the facts of the machine."""
     assert main([*BRIEF, "--out", str(tmp_path / name)]) == 0
     assert {path.name for path in tmp_path.iterdir()} == {f"{written}.md", f"{written}.jsonl"}
+    text = (tmp_path / f"{written}.md").read_text()
+    assert "- torch: " in text
+    assert "no ComfyUI here; --comfyui names its folder" in text
 
 
+@pytest.mark.usefixtures("no_comfyui")
 def test_a_place_that_cannot_be_written_is_said(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     caplog.set_level("INFO")
     assert main([*BRIEF, "--out", str(tmp_path / "nowhere" / "report")]) == 1
@@ -227,71 +102,25 @@ def test_a_place_that_cannot_be_written_is_said(caplog: pytest.LogCaptureFixture
     assert "--out names another place" in caplog.text
 
 
-def test_more_ranks_than_there_are_gpus_are_refused() -> None:
-    options = argparse.Namespace(devices="cuda", comfyui="", tokens=4608, world=[8], only=["group"])
+def test_more_workers_than_there_are_gpus_are_refused() -> None:
     with pytest.raises(Refused, match="--world 8 leaves nothing to run on 2 CUDA devices"):
-        list(planned(options, 2))
+        placements([8], 2)
 
 
 @pytest.mark.parametrize(
-    ("gpus", "ranks"),
+    ("gpus", "devices"),
     [
-        (1, [(1, False), (2, True), (4, True)]),
-        (2, [(1, False), (2, False)]),
-        (8, [(1, False), (2, False), (4, False), (8, False)]),
+        (0, ["cpu", "cpu cpu"]),
+        (1, ["cuda:0", "cuda:0 cuda:0"]),
+        (2, ["cuda:0", "cuda:0 cuda:1"]),
     ],
 )
-def test_one_gpu_is_also_tried_by_several_ranks_on_it(gpus: int, ranks: list[tuple[int, bool]]) -> None:
-    options = argparse.Namespace(devices="cuda", comfyui="", tokens=4608, world=[1, 2, 4, 8], only=["attention"])
-    assert [(setting.world_size, setting.one_card) for _, setting in planned(options, gpus)] == ranks
+def test_one_gpu_is_also_tried_by_two_workers_on_it(gpus: int, devices: list[str]) -> None:
+    assert [" ".join(placement.devices) for placement in placements([1, 2], gpus)] == devices
 
 
-def test_what_nobody_has_measured_yet_comes_first_and_two_communicators_with_both_ways_of_buffers() -> None:
-    options = argparse.Namespace(devices="cuda", comfyui="", tokens=4608, world=[1, 2, 4, 8], only=None)
-    parts = list(planned(options, 1))
-    assert list(dict.fromkeys(part.name for part, _ in parts))[:4] == [
-        "graph_pools",
-        "recordings",
-        "page_locks",
-        "attention",
-    ]
-    recorded = [(each.world_size, each.one_card, each.registered) for part, each in parts if part.name == "recordings"]
-    assert recorded == [(1, False, False), (2, True, False), (4, True, False), (4, True, True)]
-    (both,) = recorded_degrees(4)
-    assert (both[1].ring_degree, both[1].ulysses_degree) == (2, 2)
-
-
-def test_a_replay_is_summed_by_kinds_of_kernels_and_by_what_lies_between_them() -> None:
-    """Kernels of two streams at once are no more time."""
-    spans = [
-        Span("CatArrayBatchedCopy", 1000, 2000),
-        Span("ncclDevKernel_SendRecv", 1500, 4000),
-        Span("nvjet_hsh_128x256", 6000, 9000),
-        Span("Memcpy DtoD", 2000, 2500),
-        Span("elementwise_kernel", 6500, 7000),
-    ]
-    row = summed(spans)
-    assert row["ms"] == 8.0
-    assert row["note"] == (
-        "2 ms of it without a kernel; NCCL 1 in 2.5 ms, packing by cat 1 in 1 ms, copies 1 in 0.5 ms, "
-        "products 1 in 3 ms, others 1 in 0.5 ms"
+def test_a_figure_on_the_terminal_says_what_it_is() -> None:
+    row = {"what": "FLUX", "mode": "eager", "error": 0.0, "ms": 12.1, "host_ms": 3.0, "faster": 1.5, "links": 20.0}
+    assert in_a_line(row) == (
+        "FLUX, eager, error 0.0e+00, 12.1 ms, 3 ms of the host, 1.50 x as fast as the first, 20.0 GB/s between workers"
     )
-    assert summed([])["note"] == "the profiler saw nothing on the device"
-
-
-def test_offload_is_exact_where_its_rows_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}.items():
-        monkeypatch.setenv(name, value)
-    row = offloaded(torch.device("cpu"), locks=True, width=64)
-    assert row["error"] == 0
-    assert row["ms"] > 0
-
-
-def test_a_part_that_is_alone_has_all_of_the_time() -> None:
-    options = argparse.Namespace(devices="cuda", comfyui="", tokens=4608, world=[1], only=["attention", "group"])
-    left = list(planned(options, 2))
-    assert [part.name for part, _ in left] == ["attention", "group"]
-    assert seconds_for(left[1:], 60.0, 1) == 60.0
-    assert seconds_for(left, 60.0, 1) < 20 < seconds_for(left[:1], 60.0, 1) == 60.0
-    assert seconds_for(left, 600.0, 10) == pytest.approx(600 * 25 / 95), "what others do not need"
-    assert seconds_for(left, 95.0, 10) == 75.0, "not all that there is, for others come after it"

@@ -12,10 +12,11 @@ import pytest
 pytest.importorskip("diffusers")
 
 from parallel_runtime import demo, for_diffusers
-from parallel_runtime.commands.report import command
-from parallel_runtime.commands.report.measuring import Setting
 from parallel_runtime.errors import Refused
 from parallel_runtime.for_diffusers import attaching
+
+from ..bench.report import command
+from ..bench.report.measuring import Setting
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "parallel_runtime" / "for_diffusers"

@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_runtime.commands.report import measuring as report
-from parallel_runtime.commands.report.measuring import Measurement, measurement_of
 from parallel_runtime.engine.comm.mesh import ContextMesh, build_mesh
 from parallel_runtime.engine.kernels.dispatch import attend, check_backend
 
+from ..bench.report import measuring as report
+from ..bench.report.measuring import Measurement, measurement_of
 from ..engine import cases as engine
 from ..engine.meshes import parallelism
 from ..engine.reference import Problem, attention, random_problem

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from parallel_runtime.architectures import architecture_of
 from parallel_runtime.architectures.row_plan import RowPlan
-from parallel_runtime.engine.split.parallelize import parallelize, unparallelize
+from parallel_runtime.engine.parallelize import parallelize, unparallelize
 
 from ..engine.meshes import mesh, parallelism
 from ..zoo import tiny

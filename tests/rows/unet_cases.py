@@ -15,7 +15,7 @@ from parallel_runtime.architectures.row_plan import RowPlan
 from parallel_runtime.engine.comm import collectives
 from parallel_runtime.engine.graphs import graph_runner
 from parallel_runtime.engine.graphs.graph_runner import GraphRunner
-from parallel_runtime.engine.split.parallelize import parallelize, unparallelize
+from parallel_runtime.engine.parallelize import parallelize, unparallelize
 
 from ..engine.meshes import mesh, parallelism
 from ..site.tape import record_with_tapes

@@ -1,6 +1,5 @@
-"""python -m parallel_runtime report: measures what a machine can do, in processes of its own, one measurement after
-another.
+"""python -m parallel_runtime report: what this machine has, and how fast and exact the workers are on it.
 
-Nothing else needs this package. command.py is the command. Each part of the report is a module with `cases`: part.py
-runs one in processes of its own, measuring.py makes its cases measurements, and page.py writes these down.
+command.py is the command, flux_steps.py measures, page.py writes rows down, and workflow.py summarises a workflow. What
+times single kernels and networks is `python -m tests.bench.report`.
 """

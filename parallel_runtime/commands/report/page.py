@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...errors import Refused
-from .measuring import Measurement
+
+Measurement = dict[str, Any]  # by the names of COLUMNS, and "failed": why there is no more to tell
 
 NAME, ENDINGS = "report", (".jsonl", ".md")
 
@@ -35,6 +36,7 @@ COLUMNS = {  # of all parts, in their order
     "faster": Column("{:.2f} x", "as fast as the first", "{} as fast as the first"),
     "gib": Column("{:.2f} GiB", "memory"),
     "graph_gib": Column("{:.2f} GiB", "of a graph", "{} of a graph"),
+    "links": Column("{:.1f} GB/s", "between workers", "{} between workers"),
     "note": Column(),
 }
 

@@ -14,12 +14,12 @@ from ...specs import Parallelism
 from ..comm.collectives import Pending, all_gather_v, allocate
 from ..comm.float8 import SCALE_BYTES, from_float8, to_float8
 from ..comm.mesh import ContextMesh
-from ..kernels.choice import AttentionKind, choose_kernel
+from ..kernels.choice import AttentionKind, MaskKind, choose_kernel
 from ..kernels.custom_op import attend_op, register
 from ..kernels.dispatch import attend_block, attend_native, contiguous_by_head, repeat_kv, try_kernel
 from ..kernels.registry import FullAttention
 from ..split.streams import LocalTokens, Streams, chunk_sizes
-from .masks import Mask, MaskKind, gather_key_mask, memory_key, pair_mask, patch_mask
+from .masks import Mask, gather_key_mask, memory_key, pair_mask, patch_mask
 from .merge import Merge
 from .ring import exchange
 from .ulysses import (

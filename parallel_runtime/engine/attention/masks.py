@@ -13,9 +13,9 @@ from ...architectures.split_plan import Names
 from ...errors import Refused
 from ..comm.collectives import all_gather_v
 from ..comm.mesh import ContextMesh, MeshDim
+from ..kernels.choice import MaskKind
 from ..split.streams import Streams
 
-MaskKind = tuple[torch.dtype, bool, bool, bool]  # a mask's dtype; does it vary by batch, head, query?
 Spans = tuple[tuple[int, int], ...]  # of keys: (start, size) of each
 
 

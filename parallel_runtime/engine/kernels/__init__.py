@@ -1,1 +1,1 @@
-"""Attention kernels of one device: which there are, how one is called, which is fastest."""
+"""Attention kernels of one device: which there are, how one is called, which is chosen."""

@@ -24,8 +24,8 @@ from ...architectures.stage_units import BlockRef, counts_of, owners, units_of
 from ...errors import Refused
 from ...specs import Parallelism
 from ..comm.mesh import ContextMesh
+from ..parallelize import parallelize, unparallelize
 from ..split.hooks import Block, blocks_of_plan
-from ..split.parallelize import parallelize, unparallelize
 from ..split.streams import streams_of
 from .stage_channel import StageChannel
 

@@ -1,1 +1,1 @@
-"""A network split over ranks: hooks at its blocks, token streams, and the tokens that each rank has."""
+"""How a network is split over ranks: hooks at its blocks, token streams, each rank's tokens, token patches."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ...errors import Refused
 from ..comm.collectives import allocate, allocate_scratch
 from ..comm.mesh import MeshDim, Parts
-from ..pipeline.pipefusion import PipeFusion
+from .pipefusion import PipeFusion
 
 SCRATCH_CACHE_BYTES = 32 << 20  # of one buffer; allocating a larger one costs little beside filling it
 

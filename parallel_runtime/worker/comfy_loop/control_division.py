@@ -18,8 +18,8 @@ from ...architectures.control_networks import ControlRowPlan, control_plan_of
 from ...architectures.split_plan import SplitPlan
 from ...engine.comm.mesh import MeshDim
 from ...engine.comm.ranks import rank
+from ...engine.parallelize import parallelize_control, unparallelize
 from ...engine.rows.row_division import RowDivision, split_residuals
-from ...engine.split.parallelize import parallelize_control, unparallelize
 from ...engine.split.streams import PARALLELIZED
 from ..batch_groups import local_entries, select_entries
 from ..models import Model

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ...engine.comm.mesh import MeshDim
 from ...engine.comm.votes import refuse_on_all_ranks
-from ...engine.pipeline.pipefusion import PipeFusion
+from ...engine.split.pipefusion import PipeFusion
 from ...errors import Refused
 from ...jobs import TWO_MODEL_GUIDERS, SamplingJob
 from ...loading.code_names import named

@@ -12,14 +12,15 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from ...architectures import Architecture, architecture_of
-from ...architectures.network_modules import blocks_of
-from ...engine.comm.mesh import ContextMesh, build_mesh
-from ...engine.split.parallelize import parallelize, unparallelize
-from ...engine.weights.prefetch import BlockPrefetcher, Buffers, rank_placement
-from ...engine.weights.sources import WeightSource
-from ...specs import Parallelism, WeightPlacement, WeightsMode
-from ..networks import randomized
+from parallel_runtime.architectures import Architecture, architecture_of
+from parallel_runtime.architectures.network_modules import blocks_of
+from parallel_runtime.commands.report.flux_steps import randomized
+from parallel_runtime.engine.comm.mesh import ContextMesh, build_mesh
+from parallel_runtime.engine.parallelize import parallelize, unparallelize
+from parallel_runtime.engine.weights.prefetch import BlockPrefetcher, Buffers, rank_placement
+from parallel_runtime.engine.weights.sources import WeightSource
+from parallel_runtime.specs import Parallelism, WeightPlacement, WeightsMode
+
 from .attention_cases import parallelisms
 from .measuring import Case, Clock, Measurement, Setting, mean_error, unbroken
 
@@ -42,7 +43,7 @@ class Subject:
         """Builds the network as ComfyUI does, with layers that cast their weights as they compute."""
         import comfy.ops
 
-        from ...loading.code_names import named  # which imports ComfyUI
+        from parallel_runtime.loading.code_names import named  # which imports ComfyUI
 
         kind = named(f"comfy.ldm.{self.path}")
         torch.manual_seed(0)

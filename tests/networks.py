@@ -1,4 +1,4 @@
-"""python -m parallel_runtime networks draft|check SUBJECT.py: see architectures/README.md.
+"""python -m tests.networks draft|check SUBJECT.py: see parallel_runtime/architectures/README.md.
 
 A plan's first draft comes from three forwards: what changes with the latent, what with the text. It finds stacks,
 streams and most arguments. It cannot see the order of streams, which attention is local, or what the forwards did not
@@ -23,14 +23,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..architectures import architecture_of
-from ..engine.comm.mesh import ContextMesh, build_mesh
-from ..specs import ComfySetup, ModelSpec, Parallelism
-from ..worker.comfy_loop.comfyui import import_comfyui
-from ..worker.models import Model
-from .report.measuring import Case, Measurement, Setting
-from .report.part import measurements_of
+from parallel_runtime.architectures import architecture_of
+from parallel_runtime.commands.report.flux_steps import randomized
+from parallel_runtime.engine.comm.mesh import ContextMesh, build_mesh
+from parallel_runtime.specs import ComfySetup, ModelSpec, Parallelism
+from parallel_runtime.worker.comfy_loop.comfyui import import_comfyui
+from parallel_runtime.worker.models import Model
 
+from .bench.report.measuring import Case, Measurement, Setting
+from .bench.report.part import measurements_of
+
+PART = "tests.networks"  # whose `cases` the ranks of a check measure
 EXACT = 1e-5
 CHECKED = {
     "ring 2, ulysses 1": Parallelism(ring_degree=2),
@@ -46,7 +49,7 @@ Shapes = dict[str, dict[str, tuple[int, ...]]]  # stack: argument: shape, and "r
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m parallel_runtime networks", description="Write the split plan of a network of ComfyUI."
+        prog="python -m tests.networks", description="Write the split plan of a network of ComfyUI."
     )
     parser.add_argument(
         "action", choices=("draft", "check"), help="print a plan's first draft, or try the plan there is"
@@ -76,16 +79,6 @@ def load_subject(path: Path, comfyui: Path) -> Subject:
     return network, [_seeded(module, **more) for more in ({}, {"rows": 2}, {"text": 3})]
 
 
-def randomized(network: nn.Module) -> nn.Module:
-    """Returns the network with random weights that keep numbers about as large as they are."""
-    for name, parameter in network.named_parameters():
-        deviation = max(parameter[0].numel() if parameter.ndim > 1 else 100, 1) ** -0.5
-        around = 1.0 if parameter.ndim < 2 and name.endswith(("weight", "scale")) else 0.0
-        value = torch.randn(parameter.shape, device=parameter.device) * deviation + around
-        parameter.data = value.to(parameter.dtype)
-    return network.eval().requires_grad_(False)
-
-
 def run(network: nn.Module, call: dict[str, Any]) -> list[Tensor]:
     with torch.inference_mode():
         out = network(**tree_map_only(Tensor, Tensor.clone, call), transformer_options={})
@@ -108,7 +101,7 @@ def check(path: Path, comfyui: Path) -> int:
     failed = 0
     for ranks in sorted({degrees.world_size for degrees in CHECKED.values()}):
         setting = Setting(kind="cpu", world_size=ranks, subject=(str(path.resolve()), str(comfyui.resolve())))
-        for measurement in measurements_of(__name__, setting, processes=ranks, seconds=CHECK_SECONDS):
+        for measurement in measurements_of(PART, setting, processes=ranks, seconds=CHECK_SECONDS):
             words = measurement.get("failed") or measurement.get("note")
             words = words or f"{measurement['error']:.1e} of the largest value"
             sys.stdout.write(f"{measurement['what']}: {words}\n")
@@ -206,3 +199,7 @@ def _cause(name: str, dim: int, runs: list[dict[str, tuple[int, ...]]]) -> str:
         return ""
     grew = (rows[dim] != base[dim], text[dim] != base[dim])
     return {(True, False): "image", (False, True): "text", (True, True): "joint"}.get(grew, "")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

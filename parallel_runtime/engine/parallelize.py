@@ -15,23 +15,23 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ...architectures.block_patches import INSIDE, needs_full_tokens
-from ...architectures.control_networks import ControlRowPlan
-from ...architectures.network_modules import preferred_attentions
-from ...architectures.row_plan import CascadeRowPlan, RowPlan
-from ...architectures.split_plan import SplitPlan
-from ...errors import Refused
-from ...specs import Parallelism
-from ..attention.attention_override import OVERRIDE, AttentionOverride, wrap_modules
-from ..comm.mesh import ContextMesh
-from ..comm.nvfp4_scales import shared_input_scales
-from ..pipeline.pipefusion import PipeFusion, TurnEnded
-from ..rows.control_rows import ControlRowDivision
-from ..rows.row_division import CascadeDivision, RowDivision
-from .hooks import Block, add_hooks, blocks_of_plan, run_on_frames
-from .splitter import Residuals, Splitter
-from .streams import PARALLELIZED
-from .token_functions import with_all_tokens
+from ..architectures.block_patches import INSIDE, needs_full_tokens
+from ..architectures.control_networks import ControlRowPlan
+from ..architectures.network_modules import preferred_attentions
+from ..architectures.row_plan import CascadeRowPlan, RowPlan
+from ..architectures.split_plan import SplitPlan
+from ..errors import Refused
+from ..specs import Parallelism
+from .attention.attention_override import OVERRIDE, AttentionOverride, wrap_modules
+from .comm.mesh import ContextMesh
+from .comm.nvfp4_scales import shared_input_scales
+from .rows.control_rows import ControlRowDivision
+from .rows.row_division import CascadeDivision, RowDivision
+from .split.hooks import Block, add_hooks, blocks_of_plan, run_on_frames
+from .split.pipefusion import PipeFusion, TurnEnded
+from .split.splitter import Residuals, Splitter
+from .split.streams import PARALLELIZED
+from .split.token_functions import with_all_tokens
 
 T = TypeVar("T")
 

@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...architectures.autoencoders import kind_of
-from ...group.shared_output import SharedOutput
-from ...group.worker_group import WorkerGroup
-from ...jobs import VAEJob
-from ...loading.fingerprint import model_fingerprint
-from ...loading.random_states import random_states
-from ...specs import ModelSpec, Parallelism, Placement
-from ..networks import randomized
+from parallel_runtime.architectures.autoencoders import kind_of
+from parallel_runtime.commands.report.flux_steps import randomized
+from parallel_runtime.group.shared_output import SharedOutput
+from parallel_runtime.group.worker_group import WorkerGroup
+from parallel_runtime.jobs import VAEJob
+from parallel_runtime.loading.fingerprint import model_fingerprint
+from parallel_runtime.loading.random_states import random_states
+from parallel_runtime.specs import ModelSpec, Parallelism, Placement
+
 from .group_cases import memory_measurement
 from .measuring import Case, Measurement, Setting, clocked, mean_error
 

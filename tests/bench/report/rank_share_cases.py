@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ...architectures.network_modules import blocks_of
-from ...engine.comm.mesh import build_mesh
-from ...engine.graphs.block_compile import compile_blocks
-from ...specs import Compilation, Parallelism
+from parallel_runtime.architectures.network_modules import blocks_of
+from parallel_runtime.engine.comm.mesh import build_mesh
+from parallel_runtime.engine.graphs.block_compile import compile_blocks
+from parallel_runtime.specs import Compilation, Parallelism
+
 from .measuring import NO_GRAPHS, Case, Clock, Measurement, Setting, unbroken
 from .network_cases import Subject, divided, plan_of, subjects
 

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...demo import spec
-from ...demo.words import demo_job
-from ...errors import WorkerDied
-from ...group.worker_group import WorkerGroup
-from ...request import GraphsChoice
-from ...specs import Parallelism, Placement
+from parallel_runtime.demo import spec
+from parallel_runtime.demo.words import demo_job
+from parallel_runtime.errors import WorkerDied
+from parallel_runtime.group.worker_group import WorkerGroup
+from parallel_runtime.request import GraphsChoice
+from parallel_runtime.specs import Parallelism, Placement
+
 from .measuring import GIB, Case, Measurement, Setting
 
 LONG = 2000  # steps of a run that somebody ends

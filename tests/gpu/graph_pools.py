@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...engine.graphs import cuda_graphs
-from .measuring import GIB, NO_GRAPHS, Case, Measurement, Setting
+from parallel_runtime.engine.graphs import cuda_graphs
+
+from ..bench.report.measuring import GIB, NO_GRAPHS, Case, Measurement, Setting
 
 REPLAYS = 100
 WIDTH, INSIDE = 64, 16384  # sums so long are split, and their parts added up in cuBLAS's workspace

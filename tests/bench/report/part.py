@@ -25,11 +25,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ...accelerators import environment
-from ...engine.comm.device_memory import empty_cache
-from ...engine.comm.ranks import ONE_CARD, join, rank
-from ...worker.comfy_loop.comfyui import import_comfyui
-from ...worker.process.agent import die_with_parent
+from parallel_runtime.accelerators import environment
+from parallel_runtime.engine.comm.device_memory import empty_cache
+from parallel_runtime.engine.comm.ranks import ONE_CARD, join, rank
+from parallel_runtime.worker.comfy_loop.comfyui import import_comfyui
+from parallel_runtime.worker.process.agent import die_with_parent
+
 from .measuring import REMAINING_CASES, Measurement, Setting, measurement_of, unbroken
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...engine.weights.prefetch import Buffers
-from ...engine.weights.sources import HostWeights
-from .measuring import NEEDS_CUDA, Case, Measurement, Setting, clocked, mean_error
-from .network_cases import prefetched
+from parallel_runtime.engine.weights.prefetch import Buffers
+from parallel_runtime.engine.weights.sources import HostWeights
+
+from ..bench.report.measuring import NEEDS_CUDA, Case, Measurement, Setting, clocked, mean_error
+from ..bench.report.network_cases import prefetched
 
 BLOCKS, WIDTH, BATCH = 8, 4096, 512
 

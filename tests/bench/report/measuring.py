@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ...engine.comm.device_events import event_factory, seconds_between
-from ...engine.graphs import graph_runner
-from ...errors import ParallelError
-from ...specs import ComfySetup
-
-Measurement = dict[str, Any]  # by the names of page.py's columns, and "failed": why there is no more to tell
+from parallel_runtime.commands.report import flux_steps
+from parallel_runtime.commands.report.page import Measurement
+from parallel_runtime.engine.comm.device_events import event_factory, seconds_between
+from parallel_runtime.engine.graphs import graph_runner
+from parallel_runtime.errors import ParallelError
+from parallel_runtime.specs import ComfySetup
 
 FAILURES = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError, ParallelError,
@@ -135,7 +135,7 @@ def in_words(failure: BaseException) -> str:
 def mean_error(out: torch.Tensor, exact: torch.Tensor) -> float:
     """Returns the mean difference, in standard deviations of the exact result."""
     assert not out.isnan().any(), "NaN"
-    return float((out.double() - exact.double()).abs().mean() / exact.double().std()) if out.numel() else 0.0
+    return flux_steps.mean_error(out, exact)
 
 
 class Clock:

@@ -9,12 +9,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ...engine.attention.context_attention import ContextAttention
-from ...engine.comm.mesh import ContextMesh, GroupState, build_mesh
-from ...engine.kernels.dispatch import attend, check_backend
-from ...engine.split.streams import Streams
-from ...request import BACKENDS, AttentionBackend, EngineOptions
-from ...specs import Parallelism
+from parallel_runtime.engine.attention.context_attention import ContextAttention
+from parallel_runtime.engine.comm.mesh import ContextMesh, GroupState, build_mesh
+from parallel_runtime.engine.kernels.dispatch import attend, check_backend
+from parallel_runtime.engine.split.streams import Streams
+from parallel_runtime.request import BACKENDS, AttentionBackend, EngineOptions
+from parallel_runtime.specs import Parallelism
+
 from .measuring import Case, Measurement, Setting, clocked, mean_error
 
 HEADS, HEAD_DIM = 24, 128

@@ -13,15 +13,16 @@ from torch import Tensor, nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from ...engine.comm.mesh import build_mesh
-from ...engine.graphs import graph_runner
-from ...planning.misfit import shortage
-from ...specs import ModelSpec, Parallelism, Placement
-from ...worker.models import Model
-from ...worker.process.rank_memory import readings
-from .attention_cases import parallelisms
-from .measuring import GIB, NEEDS_CUDA, Case, Measurement, Setting, clocked, largest, mean_error, unbroken
-from .network_cases import Subject, plan_of, subjects
+from parallel_runtime.engine.comm.mesh import build_mesh
+from parallel_runtime.engine.graphs import graph_runner
+from parallel_runtime.planning.misfit import shortage
+from parallel_runtime.specs import ModelSpec, Parallelism, Placement
+from parallel_runtime.worker.models import Model
+from parallel_runtime.worker.process.rank_memory import readings
+
+from ..bench.report.attention_cases import parallelisms
+from ..bench.report.measuring import GIB, NEEDS_CUDA, Case, Measurement, Setting, clocked, largest, mean_error, unbroken
+from ..bench.report.network_cases import Subject, plan_of, subjects
 
 STEPS, REPLAYS, CFG = 8, 200, 3.0
 REPLAY_SECONDS = 30  # a network that takes longer for REPLAYS is replayed in fewer runs
