@@ -119,7 +119,7 @@ class BackendOverride:
         out = None
         if traced or attend is not None:
             size = q.shape[-1] if skip_reshape else q.shape[-1] // heads
-            query, key, value = (_by_heads(x, size, skip_reshape) for x in (q, k, v))
+            query, key, value = (by_heads(x, size, skip_reshape) for x in (q, k, v))
             if attend is None:
                 plain = {name: value for name, value in options.items() if name not in _CALLER_OPTIONS}
                 settings = [scope, _call_index(func, **plain)]
@@ -197,6 +197,15 @@ class AttentionOverride(BackendOverride):
         self.previous = previous
         _ACTIVE[:] = [self]
 
+    @contextmanager
+    def undivided(self) -> Iterator[None]:
+        """Has attention that runs meanwhile be of full tokens, as a head function's is."""
+        self.active_scopes.append(self.scope_index("local"))
+        try:
+            yield
+        finally:
+            self.active_scopes.pop()
+
     def end(self) -> None:
         _ACTIVE.clear()
         self.active_scopes.clear()
@@ -272,7 +281,7 @@ class AttentionOverride(BackendOverride):
         return self._attentions[cross, backend]
 
 
-def _by_heads(x: Tensor, size: int, heads_first: bool) -> Tensor:
+def by_heads(x: Tensor, size: int, heads_first: bool) -> Tensor:
     """Reshapes a tensor in ComfyUI's layout to [B, tokens, heads, head size]."""
     return x.transpose(1, 2) if heads_first else x.reshape(*x.shape[:2], -1, size)
 

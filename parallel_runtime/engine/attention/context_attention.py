@@ -53,7 +53,8 @@ class ContextAttention:
     """Attention of the ranks of a context mesh; queries and keys are those of the named streams, one after the other.
 
     `fallback` attends where keys are full and no kernel is chosen: [B, tokens, H, D] each and a mask [B, 1 or H,
-    1 or queries, keys]. With PipeFusion ranks may have the tokens of one token patch, and cached keys of the others.
+    1 or queries, keys], once for each of at most `max_chunks` parts of the heads. With PipeFusion ranks may have the
+    tokens of one token patch, and cached keys of the others.
     """
 
     mesh: ContextMesh
@@ -62,6 +63,7 @@ class ContextAttention:
     query_streams: tuple[str, ...]
     key_streams: tuple[str, ...]
     fallback: FullAttention = attend_native
+    max_chunks: int = MAX_HEAD_CHUNKS
 
     def __post_init__(self) -> None:
         self._op_id = register(self)
@@ -99,7 +101,7 @@ class ContextAttention:
         counts = (heads, heads if repeat else key_heads)
         tokens_by_rank = self.streams.tokens_by_rank(self.query_streams), self.streams.tokens_by_rank(self.key_streams)
         # PipeFusion caches keys of all heads at once.
-        max_chunks = MAX_HEAD_CHUNKS if self.streams.pipefusion is None else 1
+        max_chunks = self.max_chunks if self.streams.pipefusion is None else 1
         chunks = head_chunks(
             self.mesh, query, counts, tokens_by_rank, self.query_streams == self.key_streams, max_chunks
         )
