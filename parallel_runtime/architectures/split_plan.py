@@ -118,6 +118,21 @@ class HeadFunction:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeadProducer:
+    """A function in the place of a block's attention `module`, which it calls like that: on hidden states [tokens,
+    width], of which it makes queries, keys and values by the module's layer `qkv`, a gate by `gate` where there is one,
+    and its result by `out`. It computes each head by itself, and gets all tokens and a module of this rank's heads:
+    what `qkv` and `gate` give is exchanged before. The argument `full` is not split for it.
+    """
+
+    module: str
+    qkv: str
+    out: str
+    gate: str
+    full: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Frames:
     """A module that reshapes its `tokens` by frames, and reads `conditions` frame by frame; all are arguments.
 
@@ -164,7 +179,8 @@ class ModulePlan:
     `gathers`: the last block's outputs are gathered, or with "each" those of every block, where the network's own code
     between blocks needs full tokens. `frames`: blocks that reshape their tokens by frames. `never_skipped`: no step
     cache skips these blocks. `head_functions`: attentions that are no calls of ComfyUI's, by the name of the argument
-    that brings one, of a method of a block ("attn.attend") or of torch's "scaled_dot_product_attention". `method`: what
+    that brings one, of a method of a block ("attn.attend") or of torch's "scaled_dot_product_attention".
+    `head_producers`: those that a node may bring, by the argument of the block. `method`: what
     the network calls of its blocks, if not the blocks themselves.
 
     `updates` names the arguments of the next block that a block's outputs replace, in order; None: those with a Split.
@@ -182,6 +198,7 @@ class ModulePlan:
     gathers: bool | Literal["each"] = False
     frames: Frames | None = None
     head_functions: Mapping[str, HeadFunction] = field(default_factory=dict)
+    head_producers: Mapping[str, HeadProducer] = field(default_factory=dict)
     method: str = "forward"
     never_skipped: bool = False
     updates: tuple[str | int, ...] | None = None

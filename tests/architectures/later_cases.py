@@ -14,8 +14,9 @@ from parallel_runtime.engine.split.streams import streams_of
 from ..engine.meshes import mesh, parallelism
 from ..zoo import tiny
 from .cases import digest, divided_forward, error, forward, plan_of
+from .cases import made as made_case
 
-from ..zoo import later  # isort: skip  # imports ComfyUI, which `cases` has started
+from ..zoo import later, sparse_like  # isort: skip  # imports ComfyUI, which `cases` has started
 
 
 def made(name: str) -> tuple[nn.Module, dict[str, Any]]:
@@ -57,6 +58,34 @@ def kept_keys(rank: int, world: int, rooms: list[bool]) -> list[float]:
         errors.append(error(forward(network, inputs), wants))
     unparallelize(network)
     return errors
+
+
+def sparse_h3(
+    rank: int, world: int, vsa: bool, ring: int, ulysses: int, tokens: int, dense_blocks: list[int]
+) -> list[Any]:
+    """MiniMax H3 with block-sparse attention: how far it is from that of one rank, and that from dense one; or why
+    it is refused."""
+    network = later.minimax_h3(vsa)
+    x = torch.randn(tokens, later.WIDTH, generator=torch.Generator().manual_seed(5))
+    options = {name: sparse_like.options_for(network, vsa, tuple(dense_blocks)) for name in ("one", "several")}
+    wants, dense = forward(network, {"x": x}, **options["one"]), forward(network, {"x": x})
+    try:
+        got = divided_forward(network, {"x": x}, ring, ulysses, **options["several"])
+    except ValueError as refused:
+        return [str(refused)]
+    return [error(got, wants), error(wants, dense), error(forward(network, {"x": x}, **options["one"]), wants)]
+
+
+def sparse_override(rank: int, world: int, name: str, ring: int, ulysses: int) -> list[Any]:
+    """The same of another network, whose every attention goes through the node's override."""
+    network, inputs = made_case(name)
+    options = {one: sparse_like.options_for(network) for one in ("one", "several")}
+    wants, dense = forward(network, inputs, **options["one"]), forward(network, inputs)
+    try:
+        got = divided_forward(network, inputs, ring, ulysses, **options["several"])
+    except ValueError as refused:
+        return [str(refused)]
+    return [error(got, wants), error(wants, dense)]
 
 
 FUNCTIONS = {

@@ -87,3 +87,41 @@ def test_blocks_that_attend_by_themselves_to_a_ranks_tokens_are_refused(networks
 def test_one_block_that_attends_by_itself_is_seen_beside_one_that_does_not(networks: Groups) -> None:
     for text in networks(2).run(f"{CASES}:hidden"):
         assert "OwnBlock (blocks) did not run on the workers' split tokens" in text
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("vsa", [False, True])
+def test_block_sparse_blocks_of_minimax_h3_attend_to_all_tokens_of_a_ranks_heads(
+    networks: Groups, vsa: bool, ranks: int
+) -> None:
+    given = {"vsa": vsa, "ring": 1, "ulysses": ranks, "tokens": 23, "dense_blocks": []}
+    for got, *rest in networks(ranks).run(f"{CASES}:sparse_h3", **given):
+        assert rest, got
+        sparse, left = rest
+        assert got <= EXACT
+        assert left == 0, "undivide leaves something behind"
+        assert sparse > 1e-2, "the attention was not sparse"
+
+
+def test_a_dense_block_of_minimax_h3_beside_sparse_ones_is_divided_too(networks: Groups) -> None:
+    given = {"vsa": False, "ring": 1, "ulysses": 2, "tokens": 23, "dense_blocks": [1]}
+    for got, *_ in networks(2).run(f"{CASES}:sparse_h3", **given):
+        assert got <= EXACT
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", ["wan", "qwen image", "flux"])
+def test_block_sparse_attention_chooses_blocks_of_all_tokens_for_a_ranks_heads(
+    networks: Groups, name: str, ranks: int
+) -> None:
+    for got, sparse in networks(ranks).run(f"{CASES}:sparse_override", name=name, ring=1, ulysses=ranks):
+        assert got <= EXACT
+        assert sparse > 1e-3, "the attention was not sparse"
+
+
+def test_a_ring_is_refused_where_attention_is_block_sparse(networks: Groups) -> None:
+    given = {"vsa": False, "ring": 2, "ulysses": 1, "tokens": 23, "dense_blocks": []}
+    for (text,) in networks(2).run(f"{CASES}:sparse_h3", **given):
+        assert "ring_degree is 2; set it to 1 and use ulysses_degree" in text
+    for (text,) in networks(2).run(f"{CASES}:sparse_override", name="wan", ring=2, ulysses=1):
+        assert "make_attention_override.<locals>.override" in text

@@ -33,3 +33,17 @@ def test_an_evaluation_by_workers_is_no_part_of_recorded_allocations(process: Gr
 
 def test_keys_that_another_run_has_kept_are_gone_as_a_run_begins(process: Group) -> None:
     assert process.run(f"{SCENES}:kept_keys_of_another_run") == [[None, True]]
+
+
+@pytest.mark.parametrize("of_blocks", [False, True], ids=["any network", "MiniMax H3's blocks"])
+def test_block_sparse_attention_is_made_again_in_workers_and_leaves_the_network_divided(
+    process: Group, of_blocks: bool
+) -> None:
+    (found,) = process.run(f"{SCENES}:sparse_options", of_blocks=of_blocks, previous="")
+    assert found.pop("no ring").endswith("make_attention_override.<locals>.override")
+    assert found == {"each head": True, "same": True, "sparse": True, "anew": True, "undivided": False}
+
+
+def test_block_sparse_attention_over_a_foreign_one_says_nothing_of_heads(process: Group) -> None:
+    (found,) = process.run(f"{SCENES}:sparse_options", of_blocks=False, previous="foreign")
+    assert found == {"each head": False}

@@ -336,6 +336,78 @@ def ming_inputs(frames: int = 1, references: bool = False) -> dict[str, Any]:
     return given | more | dict(num_tokens=7)
 
 
+# --- MiniMax H3 -------------------------------------------------------------------------------------------------------
+
+
+class _Packed(nn.Module):
+    """Tokens without a batch; the gate is for sparse attention alone."""
+
+    def __init__(self, gated: bool) -> None:
+        super().__init__()
+        self.heads, self.head_dim = HEADS, WIDTH // HEADS
+        self.qkv_proj, self.out_proj = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.q_norm = nn.RMSNorm(self.head_dim)
+        self.to_gate_compress = nn.Linear(WIDTH, WIDTH, bias=False) if gated else None
+
+    def forward(self, x: Tensor, rope_freqs: Any = None, transformer_options: Any = None) -> Tensor:
+        q, k, v = (part.unflatten(1, (self.heads, -1)) for part in self.qkv_proj(x).chunk(3, 1))
+        q, k, v = (each.transpose(0, 1)[None] for each in (self.q_norm(q) + rope_freqs[0, :, None],
+                                                            self.q_norm(k) + rope_freqs[0, :, None], v))  # fmt: skip
+        out = optimized_attention(q, k, v, self.heads, skip_reshape=True, transformer_options=transformer_options)
+        return self.out_proj(out[0])
+
+
+class DiTBlock(nn.Module):
+    def __init__(self, gated: bool) -> None:
+        super().__init__()
+        self.attn, self.mlp = _Packed(gated), nn.Linear(WIDTH, WIDTH)
+
+    def forward(
+        self, x: Tensor, t_emb: Tensor, mod_segments: Any, rope_freqs: Tensor, transformer_options: Any = None,
+        attention: Any = None,
+    ) -> Tensor:  # fmt: skip
+        attend = self.attn if attention is None else attention
+        for start, end, row in mod_segments:
+            x[start:end].mul_(1 + t_emb[row])
+        x = x + attend(F.layer_norm(x, x.shape[-1:]), rope_freqs=rope_freqs, transformer_options=transformer_options)
+        return x + self.mlp(x).tanh()
+
+
+class FinalLayer(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:])
+
+
+@named("comfy.ldm.minimax.model:MiniMaxH3Model")
+class MiniMaxH3(nn.Module):
+    def __init__(self, gated: bool) -> None:
+        super().__init__()
+        self.blocks, self.final_layer = nn.ModuleList(DiTBlock(gated) for _ in range(3)), FinalLayer()
+
+    def forward(self, x: Tensor, transformer_options: Any = None) -> Tensor:
+        time, count = torch.linspace(-0.5, 0.5, 2 * WIDTH).view(2, WIDTH), len(x)
+        rope = torch.linspace(-1, 1, count * WIDTH // HEADS).view(1, count, -1)
+        segments, h = [(0, count // 3, 0), (count // 3, count, 1)], x.clone()
+        replaced = transformer_options.get("patches_replace", {}).get("dit", {})
+        for i, block in enumerate(self.blocks):
+            transformer_options["block_index"] = i
+
+            def original(args: dict[str, Any], block: Any = block) -> dict[str, Any]:
+                names = ("img", "t_emb", "mod_segments", "rope_freqs")
+                more = dict(transformer_options=args["transformer_options"], attention=args.get("attention"))
+                return {"img": block(*(args[name] for name in names), **more)}
+
+            args = dict(img=h, t_emb=time, mod_segments=segments, rope_freqs=rope)
+            args["transformer_options"] = transformer_options
+            patch = replaced.get(("double_block", i), lambda args, extra: extra["original_block"](args))
+            h = patch(args, {"original_block": original})["img"]
+        return self.final_layer(h)
+
+
+def minimax_h3(gated: bool) -> nn.Module:
+    return filled(MiniMaxH3(gated).eval())
+
+
 # --- blocks that attend by themselves ---------------------------------------------------------------------------------
 
 

@@ -185,7 +185,7 @@ class AttentionOverride(BackendOverride):
         self._parallelism = parallelism
         self._call: _NativeCall  # the latest
         self._scope_specs: list[AttentionSpecs] = []  # by scope
-        self._attentions: dict[tuple[Cross, AttentionBackend], ContextAttention] = {}
+        self._attentions: dict[tuple[Cross, AttentionBackend, bool], ContextAttention] = {}
 
     def begin(self, previous: Override | None) -> None:
         """Begins a forward, for which a node has set the override `previous`. Wrapped functions use this one until
@@ -273,12 +273,13 @@ class AttentionOverride(BackendOverride):
         raise Refused("attention.tokens", widget="ring_degree", queries=queries, keys=keys, streams=str(over))
 
     def _attention(self, cross: Cross, backend: AttentionBackend) -> ContextAttention:
-        if (cross, backend) not in self._attentions:
-            self._attentions[cross, backend] = ContextAttention(
+        in_order = self.previous is not None  # a node's override may choose tokens by their places
+        if (cross, backend, in_order) not in self._attentions:
+            self._attentions[cross, backend, in_order] = ContextAttention(
                 self._mesh, self._parallelism.with_options(attention_backend=backend), self._streams,
-                cross.queries, cross.keys, fallback=lambda *inputs: self._call(*inputs),
+                cross.queries, cross.keys, fallback=lambda *inputs: self._call(*inputs), in_order=in_order,
             )  # fmt: skip
-        return self._attentions[cross, backend]
+        return self._attentions[cross, backend, in_order]
 
 
 def by_heads(x: Tensor, size: int, heads_first: bool) -> Tensor:

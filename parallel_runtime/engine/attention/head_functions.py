@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ...accelerators import FALLBACK
-from ...architectures.split_plan import Cross, HeadFunction
+from ...architectures.split_plan import Cross, HeadFunction, HeadProducer
+from ...errors import Refused
 from ...specs import Parallelism
 from ..comm.mesh import ContextMesh
 from ..split.splitter import Splitter
@@ -52,6 +53,42 @@ class HeadAttention:
                 return forward(*args, **kwargs)
 
         return run
+
+    def produced(self, owner: nn.Module, spec: HeadProducer, full: Any, function: Function) -> Function:
+        """Returns `function`, which attends in the place of a module of `owner`, for this rank's tokens."""
+        if self._mesh.ring.size > 1:
+            name = getattr(function, "__qualname__", type(function).__qualname__)
+            raise Refused("ring.node", widget="ring_degree", ring=self._mesh.ring.size, attention=name)
+        module: Any = owner.get_submodule(spec.module)
+        layers = [getattr(module, spec.qkv), *filter(None, [getattr(module, spec.gate, None)])]
+
+        @torch.compiler.disable
+        def attend(hidden: Tensor, **more: Any) -> Tensor:
+            size = module.head_dim
+            given = [part.unflatten(-1, (-1, size))[None] for part in layers[0](hidden).chunk(3, -1)]
+            if gates := [layer(hidden).unflatten(-1, (-1, size))[None] for layer in layers[1:]]:
+                beside = [gates[0], *map(torch.zeros_like, given[1:])]
+                given = [torch.cat(pair, 3) for pair in zip(given, beside, strict=True)]
+
+            def call(*tensors: Tensor) -> Tensor:
+                parts = [tensor[..., :size] for tensor in tensors]
+                parts += [tensors[0][..., size:]] * bool(gates)
+                rows = torch.cat([part[0].flatten(1) for part in parts], 1)
+                vars(owner)[spec.module] = _OwnHeads(module, spec, tensors[0].shape[2])
+                try:
+                    with self._override.undivided():
+                        out = function(rows, **{**more, spec.full: full})
+                finally:
+                    del vars(owner)[spec.module]
+                return F.pad(out.unflatten(1, (-1, size))[None], (0, tensors[0].shape[3] - size))
+
+            self._call = call
+            self._override.split_calls += 1
+            out = self._attention(self._streams.call_streams)(*given)
+            result: Tensor = getattr(module, spec.out)(out[0, ..., :size].flatten(1))
+            return result
+
+        return attend
 
     def _attend(
         self, function: Function, spec: HeadFunction, query: Tensor, key: Tensor, value: Tensor, *args: Any, **more: Any
@@ -92,7 +129,7 @@ class HeadAttention:
         if cross not in self._attentions:
             self._attentions[cross] = ContextAttention(
                 self._mesh, self._parallelism, self._streams, cross.queries, cross.keys,
-                fallback=lambda query, key, value, *_: self._call(query, key, value), max_chunks=1,
+                fallback=lambda query, key, value, *_: self._call(query, key, value), max_chunks=1, in_order=True,
             )  # fmt: skip
         return self._attentions[cross]
 
@@ -112,6 +149,21 @@ def _of_heads(
     if "heads" in more:
         more = {**more, "heads": own}
     return tuple(map(narrowed, args)), {name: narrowed(value) for name, value in more.items()}
+
+
+class _OwnHeads:
+    """An attention module of `heads` of its heads, whose projections are made: its layers only tell them apart."""
+
+    def __init__(self, module: Any, spec: HeadProducer, heads: int) -> None:
+        self._module, self.heads = module, heads
+        projected = 3 * heads * module.head_dim
+        gate = getattr(module, spec.gate, None)
+        setattr(self, spec.qkv, lambda rows: rows[..., :projected])
+        setattr(self, spec.gate, None if gate is None else lambda rows: rows[..., projected:])
+        setattr(self, spec.out, lambda rows: rows)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
 
 
 class _TorchAttention(TorchFunctionMode):

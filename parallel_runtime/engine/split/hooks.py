@@ -55,7 +55,8 @@ class Block:
             return
         arguments, frames = self.arguments_by_name(args, kwargs), self.module_plan.frames
         framed = set() if frames is None else {frames.tokens, *frames.conditions, frames.until}
-        whole = {"transformer_options", *self.module_plan.unsplit_args, *self.module_plan.head_functions}
+        functions = {*self.module_plan.head_functions, *self.module_plan.head_producers}
+        whole = {"transformer_options", *self.module_plan.unsplit_args} | functions
         known = self.specs.keys() | whole | framed
         if unknown := [str(name) for name, value in arguments.items() if value is not None and name not in known]:
             raise Refused(

@@ -19,7 +19,7 @@ from ...architectures.block_patches import INSIDE, needs_full_tokens
 from ...architectures.control_networks import ControlRowPlan
 from ...architectures.network_modules import preferred_attentions
 from ...architectures.row_plan import CascadeRowPlan, RowPlan
-from ...architectures.split_plan import HeadFunction, ModulePlan, SplitPlan
+from ...architectures.split_plan import HeadFunction, HeadProducer, ModulePlan, SplitPlan
 from ...errors import Refused
 from ...specs import Parallelism
 from ..attention.attention_override import OVERRIDE, AttentionOverride, wrap_modules
@@ -154,13 +154,19 @@ class _TokenDivision(ExitStack):
         for name, function in block.module_plan.token_functions.items():
             module, stream = block.module.get_submodule(name), self._plan.main_stream
             self._replace(module, with_all_tokens(module.forward, function, stream, self.streams, self._ranks))
+        self._divide_functions(block)
         for handle in add_hooks(block, self.streams):
             self.enter_context(handle)
-        for name, spec in plan.head_functions.items():
-            self._divide_function(block, name, spec)
         if plan.split_args and plan.attends_to_split and not plan.token_functions:
             self.enter_context(block.module.register_forward_pre_hook(self._begin_block))
             self.enter_context(block.module.register_forward_hook(partial(self._end_block, plan)))
+
+    def _divide_functions(self, block: Block) -> None:
+        for name, spec in block.module_plan.head_functions.items():
+            self._divide_function(block, name, spec)
+        for name, producer in block.module_plan.head_producers.items():
+            hook = partial(self._divide_producer, block, name, producer)
+            self.enter_context(block.module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def _divide_function(self, block: Block, name: str, spec: HeadFunction) -> None:
         path, _, last = name.rpartition(".")
@@ -173,6 +179,15 @@ class _TokenDivision(ExitStack):
             self._replace(module, self._heads.with_torchs(module.forward, spec))
         else:
             self._replace(module, self._heads.divided(getattr(module, last), spec), last)
+
+    def _divide_producer(
+        self, block: Block, name: str, spec: HeadProducer, module: nn.Module, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        arguments = block.arguments_by_name(args, kwargs)
+        if arguments.get(name) is None:
+            return None
+        divided = partial(self._heads.produced, module, spec, arguments[spec.full])
+        return _with_argument(block, name, divided, module, args, kwargs)
 
     def _begin_block(self, *_: Any) -> None:
         self._split_calls.append(self._override.split_calls)
