@@ -137,6 +137,12 @@ class EncodingJob:
 Job = SamplingJob | EvaluationJob | DemoJob | VAEJob | EncodingJob
 
 
+def is_outer_method(name: str) -> bool:
+    """Is this a method of a network that ComfyUI calls outside of `forward`, on texts and what comes before a picture?
+    It names all of them so."""
+    return name.startswith("preprocess_")
+
+
 def answering_rank(job: Job) -> int:
     """Returns the rank whose result is that of the job."""
     return job.rank if isinstance(job, EncodingJob) else 0

@@ -204,9 +204,8 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> DescribedMo
     patch_models = dict.fromkeys(patch.model for patch in model.model_patches_models())
     weight_bytes = sum(map(comfy.model_management.module_size, [network, *patch_models]))
     item_bytes = (comfyui_dtype if dtype == "auto" else getattr(torch, dtype)).itemsize
-    stats = replace(
-        network_stats_of(network, architecture, weight_bytes, item_bytes), no_lse=without_lse(model, request)
-    )
+    stats = network_stats_of(network, architecture, weight_bytes, item_bytes)
+    stats = replace(stats, no_lse=stats.no_lse or without_lse(model, request))
     patches_describer = describer()
     graphs = request.options.cuda_graphs != "off" and comfy.model_management.get_torch_device().type == CUDA.kind
     described = DescribedModel(
@@ -336,6 +335,7 @@ def network_stats_of(
         name=architecture.name,
         divisible=True,
         step_cacheable=bool(plan.trunk),
+        no_lse=plan.ulysses_only and f"{plan.ulysses_only} of {architecture.name}",
         heads=architecture.heads(network),
         layers=architecture.layers(network),
         width=architecture.width(network),

@@ -97,13 +97,15 @@ def wrappers_of(model: ModelPatcher, options: dict[str, Any], kind: str) -> list
     return [*get_all_wrappers(kind, options, is_model_options=True), *model.get_all_wrappers(kind)]
 
 
-def describe_transformer_options(options: dict[str, Any], size: LatentSize | None, *, packs: bool = False) -> Described:
+def describe_transformer_options(
+    options: dict[str, Any], size: LatentSize | None, *, packs: bool = False, model: ModelPatcher | None = None
+) -> Described:
     """Describes the transformer_options that a network's blocks read, for a latent of this size.
 
     Raises Refused for foreign code in the blocks: without `packs` for that of packs, whose objects may keep state from
     one evaluation to the next. Other foreign objects are left out: only foreign code reads them.
     """
-    described, options_describer = {}, describer(packs=packs)
+    described, options_describer = {}, describer(model=model, packs=packs)
     for key, value in _pre_encode(options, size).items():
         if key in AROUND_NETWORK or _empty(value):
             continue
@@ -158,7 +160,8 @@ def check_network_patches(model: ModelPatcher) -> None:
     if names:
         raise Refused("model.inside", things="; ".join(sorted(names)))
     options = model.model_options["transformer_options"]
-    describe_transformer_options({key: options[key] for key in IN_BLOCKS if key in options}, None, packs=True)
+    in_blocks = {key: options[key] for key in IN_BLOCKS if key in options}
+    describe_transformer_options(in_blocks, None, packs=True, model=model)
 
 
 def replaced_methods(model: ModelPatcher) -> dict[str, Any]:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 import uuid
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import comfy.model_management
@@ -23,7 +25,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from ...parallel_runtime.errors import Refused
 from ...parallel_runtime.group.runtime import runtime
-from ...parallel_runtime.jobs import Described, EvaluationJob
+from ...parallel_runtime.jobs import Described, EvaluationJob, is_outer_method
 from ...parallel_runtime.loading.object_codec import PLAIN, Describer
 from ...parallel_runtime.planning.network_stats import Work
 from ...parallel_runtime.planning.run_plan import RunPlan
@@ -47,7 +49,6 @@ from .lease import lease_with_plan
 INNER_FORWARD = "_forward"  # ComfyUI's networks call this method inside the wrappers around them
 Objects = dict[int, tuple[Any, Described]]  # by id, alive so that no other object gets it, with its description
 EvaluateCall = Callable[[str, dict[str, Any]], Any]  # evaluates a method of a network with these arguments
-METHODS = ("preprocess_text_embeds",)  # methods of a network that code outside of it calls
 
 
 def without_weights(model: ModelPatcher, request: ParallelRequest) -> RemoteModelPatcher:
@@ -125,7 +126,7 @@ class RemoteModelPatcher(WeightlessPatcher):
 def remote_network(network: nn.Module, evaluation: EvaluateCall) -> nn.Module:
     """A copy of `network` that shares its modules and weights, and calls `evaluation` instead of computing."""
     kind = type(network)
-    replaced = [name for name in METHODS if hasattr(kind, name)]
+    replaced = [name for name in dir(kind) if is_outer_method(name)]
     replaced.append(INNER_FORWARD if hasattr(kind, INNER_FORWARD) else "forward")
     members = {name: _remote_method(kind, name, evaluation) for name in replaced}
     made = copy.copy(network)
@@ -146,7 +147,8 @@ def _remote_method(kind: type, name: str, evaluation: EvaluateCall) -> Any:
         arguments: dict[str, Any] = {}
         for key, value in list(signature.bind(self, *args, **kwargs).arguments.items())[1:]:
             arguments.update(value if key in more else {key: value})
-        return evaluation(name, arguments)
+        with _outside_malloc_graph():
+            return evaluation(name, arguments)
 
     return evaluate
 
@@ -216,10 +218,18 @@ class RemoteEvaluation:
         self._plans, self._objects = {}, {}
 
 
+def _outside_malloc_graph() -> AbstractContextManager[Any]:
+    """A context in which memory that is allocated belongs to no recording of a later ComfyUI's, which around some
+    networks repeats the addresses of the step before."""
+    pause = getattr(sys.modules.get("comfy.model_prefetch"), "pause_malloc_graph", nullcontext)
+    context: AbstractContextManager[Any] = pause()
+    return context
+
+
 def split_arguments(arguments: dict[str, Any], method: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the arguments that change with each call (latent, time, ControlNet residuals), and the conditions."""
     given = {key: value for key, value in arguments.items() if key != "transformer_options"}
-    changing = [] if method in METHODS else [*[*given][:2], "a_timestep", "control"]  # LTX-2 has a time for audio
+    changing = [] if is_outer_method(method) else [*[*given][:2], "a_timestep", "control"]  # LTX-2 has one for audio
     each = {key: value for key, value in given.items() if key in changing}
     return each, {key: value for key, value in given.items() if key not in each}
 

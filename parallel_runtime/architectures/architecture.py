@@ -35,12 +35,13 @@ class Architecture:
 
     `patch`: how many of a latent's last dims (frames, rows, columns) make a token, or what says so of a network; its
     `patch_size` where nothing is said. `width`: heads x head size, where the network does not have it under a name of
-    WIDTH. `prompt`: the stream of the text's tokens, if the plan splits it. `text_width` and `pooled_width` are those
-    of a prompt, None where the network does not say. `fits`: whether the plan is for this one of the class; it runs
-    undivided if not. `padded`: to multiples of what the latent is padded that patches between its blocks are shown.
-    `batch_coupled`: whether this one's result depends on where prompts and images are in its batch, which ranks must
-    not share out then. `images_coupled`: whether the images of a prompt are computed together, as frames that attend to
-    each other are, so that ranks may share out prompts and not images.
+    WIDTH; `head_size`, where neither it nor its blocks have the number of heads. `prompt`: the stream of the text's
+    tokens, if the plan splits it. `text_width` and `pooled_width` are those of a prompt, None where the network does
+    not say. `fits`: whether the plan is for this one of the class; it runs undivided if not. `padded`: to multiples of
+    what the latent is padded that patches between its blocks are shown. `batch_coupled`: whether this one's result
+    depends on where prompts and images are in its batch, which ranks must not share out then. `images_coupled`: whether
+    the images of a prompt are computed together, as frames that attend to each other are, so that ranks may share out
+    prompts and not images.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Architecture:
     patch: Sequence[int] | Callable[[Any], Sequence[int]] = _patch_size
     prompt: str = "text"
     width: Callable[[Any], int] = lambda net: _number(WIDTH, [net])
+    head_size: Callable[[Any], int] | None = None
     text_width: Callable[[Any], int | None] = lambda net: None
     pooled_width: Callable[[Any], int | None] = lambda net: None
     fits: Callable[[Any], bool] = lambda net: True
@@ -66,6 +68,8 @@ class Architecture:
 
     def heads(self, net: Any) -> int:
         """Attention heads: an attribute of the network, or of the first submodule of its blocks that has one."""
+        if self.head_size is not None:
+            return self.width(net) // self.head_size(net)
         parts = (part for module_plan in self._attending for part in net.get_submodule(module_plan.name).modules())
         return _number(HEADS, chain([net], parts))
 
@@ -81,7 +85,7 @@ class Architecture:
     @property
     def _attending(self) -> list[ModulePlan]:
         plans = self.plan.module_plans
-        return [plan for plan in plans if plan.split_args and (plan.attends or plan.submodule_attends)]
+        return [plan for plan in plans if plan.split_args and plan.attends_to_split]
 
 
 def inputs_of(path: str) -> Callable[[Any], int | None]:

@@ -26,6 +26,13 @@ EACH_TOKEN = (
     "comfy.ldm.anima.lllite.AnimaLLLiteMLPPatch",
 )
 
+EACH_HEAD = ("comfy_extras.nodes_sparse_attention.make_attention_override.<locals>.override",)
+# ComfyUI's replaced blocks that refer to the block which they replace, and leave it to a plan's `head_producers`.
+OF_BLOCKS = (
+    "comfy_extras.nodes_sparse_attention:make_h3_block_patch.<locals>.block_patch",
+    "comfy_extras.nodes_sparse_attention:make_h3_block_patch.<locals>.attention",
+)
+
 DECLARED = "context_parallel"  # the attribute by which a pack says how its function computes: docs/scripts.md
 OF_COMFYUI = "comfy.model_patcher.ModelPatcher.set_model_optimized_attention.<locals>.optimized_attention_override"
 OF_FRAMES = ("comfy.ldm.wan.model_multitalk.MultiTalkCrossAttnPatch",)  # which reshape their tokens by frames
@@ -59,6 +66,10 @@ def attends_each_head(override: Any) -> bool:
     """Whether an attention override gives the same on a part of the heads: one of ComfyUI's, a known one of a pack, or
     one that says so."""
     home = getattr(override, "__globals__", {}).get("__name__", _named(override).__module__)
+    if _is_one_of(EACH_HEAD, override):
+        names = override.__code__.co_freevars
+        previous = override.__closure__[names.index("previous")].cell_contents
+        return previous is None or attends_each_head(previous)
     says_so = _declared(override) == "each head"
     return str(home).startswith("comfy.") or says_so or _only_calls_sage(override)
 

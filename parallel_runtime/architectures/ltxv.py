@@ -12,7 +12,7 @@ BLOCKS = ModulePlan(
     {"x": Split(VIDEO), "pe": (SplitLike(VIDEO), None), "timestep": SplitLike(VIDEO)},
     attends=VIDEO,
     submodule_attends={"attn2": "local"},
-    unsplit_args=("attention_mask", "context", "prompt_timestep"),
+    unsplit_args=("attention_mask", "self_attention_mask", "context", "prompt_timestep"),
 )
 LTXV = Architecture(
     name="LTX-Video",
@@ -53,7 +53,14 @@ AUDIO_VIDEO_BLOCKS = ModulePlan(
         "audio_to_video_attn": Cross(queries=VIDEO, keys=AUDIO),
         "video_to_audio_attn": Cross(queries=AUDIO, keys=VIDEO),
     },
-    unsplit_args=("v_context", "a_context", "attention_mask", "v_prompt_timestep", "a_prompt_timestep"),
+    unsplit_args=(
+        "v_context",
+        "a_context",
+        "attention_mask",
+        "self_attention_mask",
+        "v_prompt_timestep",
+        "a_prompt_timestep",
+    ),
     gathers=True,
 )
 LTXAV = replace(

@@ -4,12 +4,17 @@ from collections.abc import Callable
 from typing import Any
 
 from .architecture import Architecture
-from .split_plan import JOINT, Gather, ModulePlan, Slices, Split, SplitLike, SplitPlan
+from .split_plan import JOINT, Gather, HeadProducer, ModulePlan, Slices, Split, SplitLike, SplitPlan
 
 BLOCKS = ModulePlan(
     "blocks",
     {"x": Split(JOINT, dim=0), "mod_segments": Slices(JOINT), "rope_freqs": SplitLike(JOINT)},
     attends=JOINT,
+    head_producers={
+        "attention": HeadProducer(
+            module="attn", qkv="qkv_proj", out="out_proj", gate="to_gate_compress", full="rope_freqs"
+        )
+    },
     unsplit_args=("t_emb",),
 )
 

@@ -19,7 +19,7 @@ def blocks_of(network: nn.Module, plan: SplitPlan, *, carrying: bool = False) ->
     Those of a RowPlan are the modules of its `fetched_classes`."""
     if isinstance(plan, RowPlan):
         return _outermost(network, plan.fetched_classes)
-    named = [each for each in plan.module_plans if each.name and "*" not in each.name]
+    named = [each for each in plan.module_plans if each.name and "*" not in each.name and each.method == "forward"]
     stacks = [network.get_submodule(each.name) for each in named if each.split_args or not carrying]
     return [block for stack in stacks if isinstance(stack, Stack) for block in stack.children()]
 

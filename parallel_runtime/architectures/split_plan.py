@@ -108,6 +108,36 @@ class Window:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeadFunction:
+    """An attention function that a block is given, or calls by itself: any one that computes each head by itself, for
+    it gets all tokens of this rank's heads. So such a block is split by Ulysses and never in a ring.
+
+    Its first arguments are queries, keys and values, [B, tokens, heads, head size], [B, tokens, heads x head size] or,
+    `heads_first`, [B, heads, tokens, head size]; it returns one of these. A number `heads`, or the number after the
+    values, is replaced by that of this rank's heads; a tensor that has all heads in its second of four dims is narrowed
+    to them. All others must be of full tokens. `streams`: None for the block's hidden states.
+    """
+
+    streams: Names | Cross | None = None
+    heads_first: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadProducer:
+    """A function in the place of a block's attention `module`, which it calls like that: on hidden states [tokens,
+    width], of which it makes queries, keys and values by the module's layer `qkv`, a gate by `gate` where there is one,
+    and its result by `out`. It computes each head by itself, and gets all tokens and a module of this rank's heads:
+    what `qkv` and `gate` give is exchanged before. The argument `full` is not split for it.
+    """
+
+    module: str
+    qkv: str
+    out: str
+    gate: str
+    full: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Frames:
     """A module that reshapes its `tokens` by frames, and reads `conditions` frame by frame; all are arguments.
 
@@ -153,7 +183,10 @@ class ModulePlan:
     as their first matrix product is in linear attention, or a "convolution" of three tokens at a time, padded by one.
     `gathers`: the last block's outputs are gathered, or with "each" those of every block, where the network's own code
     between blocks needs full tokens. `frames`: blocks that reshape their tokens by frames. `never_skipped`: no step
-    cache skips these blocks.
+    cache skips these blocks. `head_functions`: attentions that are no calls of ComfyUI's, by the name of the argument
+    that brings one, of a method of a block ("attn.attend") or of torch's "scaled_dot_product_attention".
+    `head_producers`: those that a node may bring, by the argument of the block. `method`: what
+    the network calls of its blocks, if not the blocks themselves.
 
     `updates` names the arguments of the next block that a block's outputs replace, in order; None: those with a Split.
     Where a block belongs to another pipeline stage, tensors of their shapes stand in for its outputs; (): every stage
@@ -169,6 +202,9 @@ class ModulePlan:
     unsplit_args: Names = ()
     gathers: bool | Literal["each"] = False
     frames: Frames | None = None
+    head_functions: Mapping[str, HeadFunction] = field(default_factory=dict)
+    head_producers: Mapping[str, HeadProducer] = field(default_factory=dict)
+    method: str = "forward"
     never_skipped: bool = False
     updates: tuple[str | int, ...] | None = None
     runs_with: Callable[[Any], Sequence[int]] | None = None
@@ -209,6 +245,12 @@ class ModulePlan:
         return any(spec.repeats for *_, specs in self._tokens for spec in specs)
 
     @property
+    def attends_to_split(self) -> bool:
+        """Whether a call of one of its blocks attends over ranks."""
+        over = [self.attends, *self.submodule_attends.values()]
+        return bool(self.head_functions) or any(spec is not None and spec != "local" for spec in over)
+
+    @property
     def _tokens(self) -> list[tuple[str | int, int | None, list[Split]]]:
         return [split for name, spec in self.args.items() for split in _tokens(name, spec)]
 
@@ -219,13 +261,17 @@ class SplitPlan:
 
     A ControlNet's `residuals` of these kinds are split like `main_stream`; others are added to full tokens.
     `replicated` streams are full on every rank, and only their attention is shared out. `no_options` names Python
-    modules whose attention gets no transformer_options.
+    modules whose attention gets no transformer_options. Of streams `in_turns` a network calls its blocks several times
+    in a forward, each time with other tokens: a kept prompt's, then the image's. `agreed` are methods of the network
+    that return what it has kept, or None, and whether that is complete: true where it is on all ranks.
     """
 
     module_plans: tuple[ModulePlan, ...]
     residuals: Names = ("input", "output")
     replicated: frozenset[str] = frozenset()
     no_options: Names = ()
+    in_turns: Names = ()
+    agreed: Names = ()
 
     def __post_init__(self) -> None:
         if unknown := self.replicated - self.streams:
@@ -247,6 +293,11 @@ class SplitPlan:
         carried = (stream for plan in self.module_plans for *_, streams in plan.split_args for stream in streams)
         specs = (spec for module_plan in self.module_plans for spec in module_plan.args.values())
         return frozenset(carried).union(*(spec.streams for spec in specs if isinstance(spec, Count)))
+
+    @property
+    def ulysses_only(self) -> str:
+        """The names of the attentions that no ring can have; "" for none."""
+        return ", ".join(dict.fromkeys(name for plan in self.module_plans for name in plan.head_functions))
 
     @property
     def trunk(self) -> list[ModulePlan]:

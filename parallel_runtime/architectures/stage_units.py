@@ -62,7 +62,8 @@ def why_not_in_patches(plan: SplitPlan) -> str:
     """Why a network's tokens cannot go through stages patch by patch; "" where they can."""
     carriers = [module_plan for module_plan in plan.module_plans if module_plan.split_args]
     for module_plan in carriers:
-        if module_plan.token_functions or (module_plan.gathers and module_plan is not carriers[-1]):
+        functions = module_plan.token_functions or module_plan.head_functions
+        if functions or (module_plan.gathers and module_plan is not carriers[-1]):
             return f"{module_plan.name} need the whole sequence"
         if module_plan.gathers == "each":
             return f"between its {module_plan.name} the whole sequence is needed"

@@ -19,12 +19,14 @@ from ..architectures.block_patches import INSIDE, needs_full_tokens
 from ..architectures.control_networks import ControlRowPlan
 from ..architectures.network_modules import preferred_attentions
 from ..architectures.row_plan import CascadeRowPlan, RowPlan
-from ..architectures.split_plan import SplitPlan
+from ..architectures.split_plan import HeadFunction, HeadProducer, ModulePlan, SplitPlan
 from ..errors import Refused
 from ..specs import Parallelism
 from .attention.attention_override import OVERRIDE, AttentionOverride, wrap_modules
+from .attention.head_functions import TORCH, HeadAttention
 from .comm.mesh import ContextMesh
 from .comm.nvfp4_scales import shared_input_scales
+from .comm.votes import any_rank
 from .rows.control_rows import ControlRowDivision
 from .rows.row_division import CascadeDivision, RowDivision
 from .split.hooks import Block, add_hooks, blocks_of_plan, run_on_frames
@@ -87,6 +89,10 @@ class _TokenDivision(ExitStack):
         self._plan = plan
         self._ranks = mesh.context
         self._override = AttentionOverride(self.streams, mesh, parallelism)
+        self._heads = HeadAttention(self.streams, self._override, mesh, parallelism)
+        self._split_calls: list[int] = []  # before each of the blocks in progress
+        if plan.ulysses_only and mesh.ring.size > 1:
+            raise Refused("ring.node", widget="ring_degree", ring=mesh.ring.size, attention=plan.ulysses_only)
         self._residual_tokens: int | None = None  # the full length of residuals that are split; None: they are full
         self._residual_consumer: _TokenDivision | None = None
         parameters = inspect.signature(type(network).forward).parameters.values()
@@ -97,6 +103,8 @@ class _TokenDivision(ExitStack):
             self.enter_context(network.register_forward_pre_hook(self._begin, with_kwargs=True))
             for block in blocks:
                 self._hook(block)
+            for name in filter(partial(hasattr, network), plan.agreed):
+                self._agree(network, name)
             for module, function in preferred_attentions(network).items():
                 self._replace(module, _scoped(module.forward, self._override.preferred, function))
             if pipefusion is not None:
@@ -111,11 +119,27 @@ class _TokenDivision(ExitStack):
         self._residual_consumer = consumer
         self.callback(setattr, consumer, "_residual_tokens", None)
 
-    def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        module.forward = forward
-        self.callback(vars(module).pop, "forward", None)  # it may have been replaced twice
+    def _replace(self, module: nn.Module, function: Callable[..., Any], name: str = "forward") -> None:
+        setattr(module, name, function)
+        self.callback(vars(module).pop, name, None)  # it may have been replaced twice
+
+    def _agree(self, network: nn.Module, name: str) -> None:
+        method = getattr(network, name)
+
+        def agreed(*args: Any, **kwargs: Any) -> tuple[Any, bool]:
+            kept, complete = method(*args, **kwargs)
+            lacking = any_rank(kept is None, dim=self._ranks)
+            incomplete = any_rank(not complete, dim=self._ranks)
+            return (None, False) if lacking else (kept, not incomplete)
+
+        self._replace(network, agreed, name)
 
     def _hook(self, block: Block) -> None:
+        plan = block.module_plan
+        if plan.method != "forward":
+            members = vars(vars(block.module)["owner"])
+            members[plan.method] = block.module
+            self.callback(members.pop, plan.method)
         if self.streams.pipefusion is not None and block.scopes:
             self.enter_context(block.module.register_forward_pre_hook(self.streams.pipefusion.enter_block))
         for module, over in block.scopes:
@@ -130,8 +154,48 @@ class _TokenDivision(ExitStack):
         for name, function in block.module_plan.token_functions.items():
             module, stream = block.module.get_submodule(name), self._plan.main_stream
             self._replace(module, with_all_tokens(module.forward, function, stream, self.streams, self._ranks))
+        self._divide_functions(block)
         for handle in add_hooks(block, self.streams):
             self.enter_context(handle)
+        if plan.split_args and plan.attends_to_split and not plan.token_functions:
+            self.enter_context(block.module.register_forward_pre_hook(self._begin_block))
+            self.enter_context(block.module.register_forward_hook(partial(self._end_block, plan)))
+
+    def _divide_functions(self, block: Block) -> None:
+        for name, spec in block.module_plan.head_functions.items():
+            self._divide_function(block, name, spec)
+        for name, producer in block.module_plan.head_producers.items():
+            hook = partial(self._divide_producer, block, name, producer)
+            self.enter_context(block.module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def _divide_function(self, block: Block, name: str, spec: HeadFunction) -> None:
+        path, _, last = name.rpartition(".")
+        if name in block.parameters:
+            hook = partial(_with_argument, block, name, lambda function: self._heads.divided(function, spec))
+            self.enter_context(block.module.register_forward_pre_hook(hook, with_kwargs=True))
+            return
+        module = block.module.get_submodule(path)
+        if last == TORCH:
+            self._replace(module, self._heads.with_torchs(module.forward, spec))
+        else:
+            self._replace(module, self._heads.divided(getattr(module, last), spec), last)
+
+    def _divide_producer(
+        self, block: Block, name: str, spec: HeadProducer, module: nn.Module, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        arguments = block.arguments_by_name(args, kwargs)
+        if arguments.get(name) is None:
+            return None
+        divided = partial(self._heads.produced, module, spec, arguments[spec.full])
+        return _with_argument(block, name, divided, module, args, kwargs)
+
+    def _begin_block(self, *_: Any) -> None:
+        self._split_calls.append(self._override.split_calls)
+
+    def _end_block(self, plan: ModulePlan, block: nn.Module, *_: Any) -> None:
+        if self._split_calls.pop() == self._override.split_calls:  # it attended to this rank's tokens alone
+            name = f"{type(block).__name__} ({plan.name})"
+            raise Refused("network.unsplit", widget="ring_degree", network=name)
 
     def _begin(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._clear()
@@ -168,21 +232,16 @@ class _TokenDivision(ExitStack):
 
     def _end(self, network: nn.Module, _: Any, output: Any) -> None:
         unfinished = self.streams.is_split(self._plan.main_stream) and self._residual_consumer is None
-        attends = not any(module_plan.token_functions for module_plan in self._plan.module_plans)
-        alone = attends and self.streams.is_known(self._plan.main_stream) and not self._override.split_calls
         if self._residual_consumer is not None and output is not None:
             self._residual_consumer._residual_tokens = self.streams.length(self._plan.main_stream)
         self._clear()
-        if output is not None and (unfinished or alone):  # None: it raised
-            raise Refused(
-                "network.ungathered" if unfinished else "network.unsplit",
-                widget="ring_degree",
-                network=type(network).__name__,
-            )
+        if output is not None and unfinished:  # None: it raised
+            raise Refused("network.ungathered", widget="ring_degree", network=type(network).__name__)
 
     def _clear(self) -> None:
         self.streams.clear()
         self._override.end()
+        self._split_calls.clear()
 
     def _enter(self, scope: int, *_: Any) -> None:
         self._override.active_scopes.append(scope)
@@ -197,6 +256,21 @@ def _evaluation_key(args: tuple[Any, ...], kwargs: dict[str, Any], options: dict
     arguments = {name: value for name, value in kwargs.items() if name != "control"}
     shapes = tuple(leaf.shape for leaf in tree_leaves((args, arguments)) if isinstance(leaf, Tensor))
     return (*options.get("cond_or_uncond", ()), *options.get("uuids", ()), shapes)
+
+
+def _with_argument(
+    block: Block,
+    name: str,
+    replacement: Callable[[Any], Any],
+    _: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Replaces one argument of a call of `block`."""
+    if name in kwargs:
+        return args, {**kwargs, name: replacement(kwargs[name])}
+    at = block.parameters.index(name)
+    return (*args[:at], replacement(args[at]), *args[at + 1 :]), kwargs
 
 
 def _scoped(forward: Callable[..., Any], scopes: list[T], scope: T) -> Callable[..., Any]:

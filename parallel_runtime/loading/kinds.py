@@ -35,6 +35,7 @@ from comfy.model_management import cast_to_device, get_torch_device
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor, nn
 
+from ..architectures.block_patches import OF_BLOCKS
 from ..errors import Refused
 from ..wire.bundles import check_tensor
 from .code_names import (
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
 # Each run sets these attributes of objects and variables of functions before it reads them.
 SET_BY_EACH_RUN = {
     "comfy.context_windows:IndexListContextHandler": ("_model",),
+    "comfy_extras.nodes_sparse_attention:SparseAttnPatch": ("installed", "pooled", "vsa_plans", "vsa_rope", "_logged"),
     "comfy_extras.nodes_tomesd:TomePatchModel.execute.<locals>.tomesd_m": ("u",),
     "comfy_extras.nodes_tomesd:TomePatchModel.execute.<locals>.tomesd_u": ("u",),
 }
@@ -141,10 +143,14 @@ def _describe_function(function: FunctionType, to: Parts) -> Node:
     to = replace(to, what=f"{to.what} {qualified_name(function)}")
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     to.describer.emptied.update(id(cells[variable]) for variable in SET_BY_EACH_RUN.get(name, ()))
+    names_network = to.describer.names_network
+    described = to.each(cells.values())
+    if name in OF_BLOCKS:
+        to.describer.names_network = names_network
     return {
         "name": name,
         "code": code,
-        "cells": to.each(cells.values()),
+        "cells": described,
         "defaults": to(function.__defaults__),
         "keyword_defaults": to(function.__kwdefaults__),
         "attributes": to({name: value for name, value in vars(function).items() if name not in left_out}),
@@ -202,8 +208,12 @@ def _describe_object(value: Any, to: Parts) -> Node:
         raise Unsendable("unsendable.object", what=to.what, thing=qualified_name(kind))
     name = reference(kind, to.what)
     made_anew = SET_BY_EACH_RUN.get(name, ())
-    parts = {key: part for key, part in attributes_of(value).items() if key not in made_anew}
+    parts = {key: _emptied(part) if key in made_anew else part for key, part in attributes_of(value).items()}
     return {"class": name, "attributes": to(parts)}
+
+
+def _emptied(part: Any) -> Any:
+    return type(part)() if isinstance(part, dict | list | set) else None
 
 
 def _rebuild_object(node: Node, make: Rebuilder) -> Any:

@@ -19,7 +19,8 @@ class NetworkStats:
 
     `divisible`: a split plan says how its sequence is split; `step_cacheable`: a step cache may leave its blocks out.
     `images_coupled`: it sees all images of a prompt at once, so workers may share out prompts alone. `no_lse`: the name
-    of an attention that a user chose, and that gives no log-sum-exp to merge blocks by; else "".
+    of an attention that a user chose, or that blocks have of their own, and that gives no log-sum-exp to merge blocks
+    by; else "".
     `width` is heads x head size. `weights` is a count, `item_bytes` the size of one computed number. `weight_bytes` is
     the size in the file's format, with model patches and ControlNets, which every rank has in full. `blocks` are the
     bytes of each block of the split plan, `loads` the units that a pipeline's stages share out; `why_not_in_patches` is

@@ -1,9 +1,11 @@
 """Every workflow of ComfyUI's own template package, and what CP nodes do with it:
 
-    python -m tests.comfyui.stock [--all]
+    python -m tests.comfyui.stock [--all] [--templates FOLDER]
     python -m tests.comfyui.stock --run [NAME ...] [--workers 2] [--jobs 1]
 
-Reads the package that is installed beside ComfyUI; nothing of it is copied. Without --run it runs nothing, and reads
+Reads the package that is installed beside ComfyUI, or a newer one of which FOLDER has the wheels (`pip download
+--no-deps -d FOLDER comfyui-workflow-templates==0.11.97 comfyui-workflow-templates-json==0.1.123`), with a line for each
+workflow that is new there; nothing of it is copied. Without --run it runs nothing, and reads
 what stock_verdicts.py knows. With it each workflow that samples is made small, and sampled natively and on CPU workers
 (stock_graphs.py, stock_small.py, stock_run.py), on as many ComfyUIs side by side as there are jobs. A NAME may be the
 file that `report --workflow` wrote.
@@ -17,6 +19,7 @@ import json
 import logging
 import subprocess
 import sys
+import zipfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -70,6 +73,23 @@ def templates(comfy: ComfyInstall) -> tuple[str, dict[str, dict[str, Any]]]:
     return version, {Path(file).stem: workflow for file, workflow in _workflows(files)}
 
 
+def templates_in(folder: Path) -> tuple[str, dict[str, dict[str, Any]]]:
+    """The same of the wheels in `folder`. Raises LookupError where it has none."""
+    wheels = sorted(folder.glob(f"{PACKAGE}*.whl"))
+    version = next((wheel.name.split("-")[1] for wheel in wheels if wheel.name.startswith(f"{PACKAGE}-")), None)
+    workflows: dict[str, dict[str, Any]] = {}
+    for wheel in wheels:
+        with zipfile.ZipFile(wheel) as files:
+            for name in files.namelist():
+                if name.endswith(".json") and "dist-info" not in name:
+                    workflow = json.loads(files.read(name))
+                    if isinstance(workflow, dict) and "nodes" in workflow:
+                        workflows[Path(name).stem] = workflow
+    if version is None or not workflows:
+        raise LookupError(f"{folder} has no wheels of {PACKAGE} and of its workflows, {PACKAGE}_json")
+    return version, dict(sorted(workflows.items()))
+
+
 def sampling_graphs(comfy: ComfyInstall, names: Sequence[str] = ()) -> dict[str, Graph]:
     """The API graphs of the workflows that sample, or of those named; a name that ends in .json is a file."""
     version, workflows = templates(comfy)
@@ -113,6 +133,16 @@ def table(version: str, read: list[Read]) -> str:
     return "\n".join(lines)
 
 
+def table_of_new(known: set[str], read: list[Read]) -> str:
+    """A line for each workflow that samples and is not among those `known`: what the workers do, and why."""
+    new = [one for one in read if one.worst is not None and one.name not in known]
+    lines = [f"{len(new)} of them are new:", "", "| workflow | network | the workers | why |", "|---|---|---|---|"]
+    for one in new:
+        assert one.worst is not None
+        lines.append(f"| {one.name} | {one.worst.network} | {one.worst.outcome} | {one.worst.why} |")
+    return "\n".join(lines)
+
+
 def _reasons(reads: list[Read]) -> str:
     reasons = Counter(one.worst.why for one in reads if one.worst and one.worst.why)
     return "; ".join(f"{why} ({count})" for why, count in reasons.most_common())
@@ -146,6 +176,7 @@ def _run(comfy: ComfyInstall, names: Sequence[str], workers: int, jobs: int) -> 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.comfyui.stock", description=__doc__)
     parser.add_argument("--all", action="store_true", help="a line for every workflow that samples, too")
+    parser.add_argument("--templates", type=Path, metavar="FOLDER", help="wheels of another package of workflows")
     parser.add_argument("--run", nargs="*", metavar="NAME", help="sample them: every one, or those named")
     parser.add_argument("--workers", type=int, default=2, help="that divide each run, in a ring")
     parser.add_argument("--jobs", type=int, default=1, help="ComfyUIs side by side, each with its workers")
@@ -157,10 +188,20 @@ def main() -> int:
     if wanted.run is not None:
         return _run(comfy, wanted.run, wanted.workers, wanted.jobs)
     version, reads = stock(comfy)
+    known = {one.name for one in reads}
+    if wanted.templates is not None:
+        try:
+            version, workflows = templates_in(wanted.templates)
+        except LookupError as lacking:
+            log.error("%s", lacking)
+            return 2
+        reads = [read(name, workflow) for name, workflow in workflows.items()]
     for one in reads if wanted.all else ():
         for verdict in one.of_samplers:
             log.info("%s: %s, %s%s", one.name, verdict.network, verdict.outcome, verdict.why and f": {verdict.why}")
     log.info("%s", table(version, reads))
+    if wanted.templates is not None:
+        log.info("\n%s", table_of_new(known, reads))
     return 0
 
 

@@ -32,8 +32,9 @@ FILES: tuple[tuple[str, str], ...] = (  # the class of ComfyUI's that files of s
     (r"chroma.?radiance", "ChromaRadiance"),
     (r"chroma", "Chroma"),
     (r"krea.?2", "SingleStreamDiT"),
+    (r"qwen.image.2\.1", "QwenImage21Transformer2DModel"),
     (r"qwen.image|firered", "QwenImageTransformer2DModel"),
-    (r"z_image|newbie|netayume|lumina", "NextDiT"),
+    (r"ming_image|z_image|newbie|netayume|lumina", "NextDiT"),
     (r"anima-|anima_", "Anima"),
     (r"animate.?2", "WanAnimate2Model"),
     (r"wan.*animate", "AnimateWanModel"),
@@ -47,7 +48,9 @@ FILES: tuple[tuple[str, str], ...] = (  # the class of ComfyUI's that files of s
     (r"causal_forcing|self_forcing", "CausalWanModel"),
     (r"wan|chrono_edit", "WanModel"),
     (r"void_pass", "CogVideoXTransformer3DModel"),
-    (r"minimax_h3", "MiniMaxH3Model"),
+    (r"minimax_h3|fasth3", "MiniMaxH3Model"),
+    (r"sensenova", "SenseNovaU15"),
+    (r"pixal3d|trellis", "Trellis2"),
     (r"minimax_music", "MiniMaxMusic3DiT"),
     (r"hunyuan.?3d.*2\.1", "HunYuanDiTPlain"),
     (r"hunyuan.?3d", "Hunyuan3Dv2"),
@@ -68,6 +71,10 @@ FILES: tuple[tuple[str, str], ...] = (  # the class of ComfyUI's that files of s
     (r"seedvr2", "NaDiT"),
     (r"triposplat", "LatentSeqMMFlowModel"),
     (r"sd3", "OpenAISignatureMMDITWrapper"),
+    (r"flux.?3", "FLUX.3 Klein"),  # this and three more: the name of the class is not known here
+    (r"moss_image", "MOSS-Image"),
+    (r"fibo2", "FIBO 2"),
+    (r"yue2", "YuE2"),
     (r"flux|longcat|ovis", "Flux"),
     (r"sd_?xl|svd|lotus|v1-5|sd1|sd2|dreamshaper", "UNetModel"),
 )
@@ -79,8 +86,10 @@ HONOURED = {  # on the way of a MODEL: the workers have what they put there
     "UNetTemporalAttentionMultiply", "ScaleROPE", "ContextWindowsManual", "ChromaRadianceOptions",
     "HiDreamO1PatchSeamSmoothing", "LTXVReferenceAudio", "WanAnimate2Cache", "ARVideoI2V", "USOStyleReference",
     "QwenImageDiffsynthControlnet", "ZImageFunControlnet", "AnimaLLLiteApply", "NAGuidance", "ModelAttentionBackend",
-    "TripoSplatSamplingPreview", "ComfySwitchNode", "Reroute",
+    "TripoSplatSamplingPreview", "ComfySwitchNode", "Reroute", "RescaleCFG", "TemporalScoreRescaling",
+    "QwenImage21Cache", "BlockSparseAttention", "MiniMaxH3SigmaShift",
 }  # fmt: skip
+REFUSED = {"MiniMaxH3FunControlNetApply": "a model patch with a VAE in it, which workers do not have"}
 WHOLE = {
     "FluxKVCache": "attn1_patch of KV_Attn_Input",
     "WanInfiniteTalkToVideo": "attn1_patch of MultiTalkGetAttnMapPatch, for two speakers",
@@ -132,6 +141,8 @@ def _verdict(canvas: Canvas, sampler: Place) -> Verdict:
     prompts = canvas.upstream(_prompts(canvas, sampler, guiders), "CONDITIONING")
     algorithms = list(canvas.feeding(sampler, "sampler"))
     everything = {*model_types, *_types(canvas, [*prompts, *algorithms, *guiders])}
+    if refused := sorted(model_types & REFUSED.keys()):
+        return verdict("refused", REFUSED[refused[0]])
     if strangers := sorted(model_types - HONOURED - LOADERS - WHOLE.keys()):
         return verdict("not known", f"{', '.join(strangers)} on the way of MODEL")
     if any(kind.startswith("?") for kind in kinds):

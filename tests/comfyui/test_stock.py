@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import zipfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from .comfy import ComfyInstall
-from .stock import read, stock, table
+from .stock import read, stock, table, table_of_new, templates_in
 from .stock_verdicts import class_of
 
 Json = dict[str, Any]
@@ -50,6 +53,9 @@ def patch(kind: str) -> Json:
         (canvas("flux1-dev.safetensors", patch("HyperTile")), "undivided", "attn1_patch of HyperTile"),
         (canvas("flux1-dev.safetensors", patch("SomethingNew")), "not known", "SomethingNew"),
         (canvas("a_new_network.safetensors"), "not known", "file's name"),
+        (canvas("qwen_image_2.1_int8_convrot.safetensors", patch("QwenImage21Cache")), "divided", ""),
+        (canvas("flux3-image-klein-base.safetensors"), "by groups", "FLUX.3 Klein has no plan"),
+        (canvas("minimax_h3_fl2va.safetensors", patch("MiniMaxH3FunControlNetApply")), "refused", "a VAE in it"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
@@ -92,6 +98,20 @@ def test_longer_names_go_before_shorter_ones() -> None:
     assert class_of("pid_flux1_1024_to_4096_4step_bf16.safetensors") == "PidNet"
     assert class_of("some/folder/wan2.1_14B_SCAIL_2_fp16.safetensors") == "SCAIL2WanModel"
     assert class_of("wan_animate_2_int8_convrot.safetensors") == "WanAnimate2Model"
+
+
+def test_a_newer_package_is_read_from_its_wheels_and_its_new_workflows_are_told(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "comfyui_workflow_templates_json-0.2-py3-none-any.whl", "w") as wheel:
+        for name, file in {"old": "flux1-dev.safetensors", "new": "seedvr2_3b.safetensors"}.items():
+            wheel.writestr(f"comfyui_workflow_templates_json/templates/{name}.json", json.dumps(canvas(file)))
+        wheel.writestr("comfyui_workflow_templates_json/templates/index.json", "[]")
+    with pytest.raises(LookupError, match="no wheels"):
+        templates_in(tmp_path)
+    zipfile.ZipFile(tmp_path / "comfyui_workflow_templates-0.3-py3-none-any.whl", "w").close()
+    version, workflows = templates_in(tmp_path)
+    assert (version, list(workflows)) == ("0.3", ["new", "old"])
+    *_, last = table_of_new({"old"}, [read(name, one) for name, one in workflows.items()]).splitlines()
+    assert last == "| new | NaDiT | by groups | NaDiT has no plan |"
 
 
 def test_every_workflow_of_the_installed_package_is_migrated_and_known(comfy: ComfyInstall) -> None:

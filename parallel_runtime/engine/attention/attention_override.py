@@ -119,7 +119,7 @@ class BackendOverride:
         out = None
         if traced or attend is not None:
             size = q.shape[-1] if skip_reshape else q.shape[-1] // heads
-            query, key, value = (_by_heads(x, size, skip_reshape) for x in (q, k, v))
+            query, key, value = (by_heads(x, size, skip_reshape) for x in (q, k, v))
             if attend is None:
                 plain = {name: value for name, value in options.items() if name not in _CALLER_OPTIONS}
                 settings = [scope, _call_index(func, **plain)]
@@ -183,7 +183,7 @@ class AttentionOverride(BackendOverride):
         self._parallelism = parallelism
         self._call: _NativeCall  # the latest
         self._scope_specs: list[AttentionSpecs] = []  # by scope
-        self._attentions: dict[tuple[Cross, AttentionBackend], ContextAttention] = {}
+        self._attentions: dict[tuple[Cross, AttentionBackend, bool], ContextAttention] = {}
         self._ring_kernel = ""  # what a node's override calls
 
     def begin(self, previous: Override | None) -> None:
@@ -196,6 +196,15 @@ class AttentionOverride(BackendOverride):
             raise Refused("attention.all_heads", option=OVERRIDE)
         self.previous = previous
         _ACTIVE[:] = [self]
+
+    @contextmanager
+    def undivided(self) -> Iterator[None]:
+        """Has attention that runs meanwhile be of full tokens, as a head function's is."""
+        self.active_scopes.append(self.scope_index("local"))
+        try:
+            yield
+        finally:
+            self.active_scopes.pop()
 
     def end(self) -> None:
         _ACTIVE.clear()
@@ -266,15 +275,16 @@ class AttentionOverride(BackendOverride):
         raise Refused("attention.tokens", widget="ring_degree", queries=queries, keys=keys, streams=str(over))
 
     def _attention(self, cross: Cross, backend: AttentionBackend) -> ContextAttention:
-        if (cross, backend) not in self._attentions:
-            self._attentions[cross, backend] = ContextAttention(
+        in_order = self.previous is not None  # a node's override may choose tokens by their places
+        if (cross, backend, in_order) not in self._attentions:
+            self._attentions[cross, backend, in_order] = ContextAttention(
                 self._mesh, self._parallelism.with_options(attention_backend=backend), self._streams,
-                cross.queries, cross.keys, fallback=lambda *inputs: self._call(*inputs),
+                cross.queries, cross.keys, fallback=lambda *inputs: self._call(*inputs), in_order=in_order,
             )  # fmt: skip
-        return self._attentions[cross, backend]
+        return self._attentions[cross, backend, in_order]
 
 
-def _by_heads(x: Tensor, size: int, heads_first: bool) -> Tensor:
+def by_heads(x: Tensor, size: int, heads_first: bool) -> Tensor:
     """Reshapes a tensor in ComfyUI's layout to [B, tokens, heads, head size]."""
     return x.transpose(1, 2) if heads_first else x.reshape(*x.shape[:2], -1, size)
 

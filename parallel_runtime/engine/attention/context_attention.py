@@ -54,7 +54,9 @@ class ContextAttention:
     """Attention of the ranks of a context mesh; queries and keys are those of the named streams, one after the other.
 
     `fallback` attends where keys are full and no kernel is chosen: [B, tokens, H, D] each and a mask [B, 1 or H,
-    1 or queries, keys]. With PipeFusion ranks may have the tokens of one token patch, and cached keys of the others.
+    1 or queries, keys], once for each of at most `max_chunks` parts of the heads. It gets tokens rank by rank or, for
+    a function that depends on their order, `in_order` of the full streams. With PipeFusion ranks may have the tokens of
+    one token patch, and cached keys of the others.
     """
 
     mesh: ContextMesh
@@ -63,6 +65,8 @@ class ContextAttention:
     query_streams: tuple[str, ...]
     key_streams: tuple[str, ...]
     fallback: FullAttention = attend_native
+    max_chunks: int = MAX_HEAD_CHUNKS
+    in_order: bool = False
 
     def __post_init__(self) -> None:
         self._op_id = register(self)
@@ -100,7 +104,7 @@ class ContextAttention:
         counts = (heads, heads if repeat else key_heads)
         tokens_by_rank = self.streams.tokens_by_rank(self.query_streams), self.streams.tokens_by_rank(self.key_streams)
         # PipeFusion caches keys of all heads at once.
-        max_chunks = MAX_HEAD_CHUNKS if self.streams.pipefusion is None else 1
+        max_chunks = self.max_chunks if self.streams.pipefusion is None else 1
         chunks = head_chunks(
             self.mesh,
             query,
@@ -218,7 +222,21 @@ class ContextAttention:
             return allocate(query.shape, query)
         key, value = contiguous_by_head(key), contiguous_by_head(value)
         out = try_kernel(query, key, value, own_mask, scale, backend)
-        return self.fallback(query, key, value, own_mask, scale) if out is None else out
+        if out is not None:
+            return out
+        if not self.in_order or not self._has_all_tokens or len(self.query_streams + self.key_streams) == 2:
+            return self.fallback(query, key, value, own_mask, scale)
+        to_queries, to_keys = (self._places(names, query.device) for names in (self.query_streams, self.key_streams))
+        from_queries, from_keys = to_queries.argsort(), to_keys.argsort()
+        if own_mask is not None:
+            own_mask = own_mask[..., from_keys] if own_mask.shape[-1] > 1 else own_mask
+            own_mask = own_mask[..., from_queries, :] if own_mask.shape[-2] > 1 else own_mask
+        out = self.fallback(query[:, from_queries], key[:, from_keys], value[:, from_keys], own_mask, scale)
+        return out[:, to_queries]
+
+    def _places(self, names: tuple[str, ...], device: torch.device) -> Tensor:
+        """Returns the positions in the full streams of all ranks' tokens."""
+        return self.streams.cached(("order", names), lambda: self.streams.global_positions(names, device))
 
     @property
     def _has_all_tokens(self) -> bool:

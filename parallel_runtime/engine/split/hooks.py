@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, wraps
 from math import prod
 from typing import Any
 
@@ -56,7 +56,9 @@ class Block:
             return
         arguments, frames = self.arguments_by_name(args, kwargs), self.module_plan.frames
         framed = set() if frames is None else {frames.tokens, *frames.conditions, frames.until}
-        known = self.specs.keys() | {"transformer_options", *self.module_plan.unsplit_args} | framed
+        functions = {*self.module_plan.head_functions, *self.module_plan.head_producers}
+        whole = {"transformer_options", *self.module_plan.unsplit_args} | functions
+        known = self.specs.keys() | whole | framed
         if unknown := [str(name) for name, value in arguments.items() if value is not None and name not in known]:
             raise Refused(
                 "arguments.unknown",
@@ -103,6 +105,8 @@ def blocks_of_plan(network: nn.Module, plan: SplitPlan) -> list[Block]:
 
 def blocks_of_module_plan(network: nn.Module, plan: ModulePlan) -> Iterator[Block]:
     modules = modules_of(network, plan)
+    if plan.method != "forward":
+        modules = [method_module(module, plan.method) for module in modules]
     for module in modules:
         parameters, open_ended = _parameters(module)
         specs = {name: (index, spec) for name, index, spec in _argument_specs(plan, parameters, open_ended, module)}
@@ -111,6 +115,19 @@ def blocks_of_module_plan(network: nn.Module, plan: ModulePlan) -> Iterator[Bloc
             if name in plan.submodule_attends:
                 scopes.append((below, _with_width(plan.submodule_attends[name], below)))
         yield Block(plan, module, module is modules[-1], specs, scopes, parameters)
+
+
+def method_module(owner: nn.Module, method: str) -> nn.Module:
+    """Returns a module, for hooks on it, whose call is that of the method of its `owner`."""
+    function = getattr(type(owner), method)
+
+    @wraps(function)
+    def forward(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return function(owner, *args, **kwargs)
+
+    made: nn.Module = type(type(owner).__name__, (nn.Module,), {"forward": forward})()
+    vars(made)["owner"] = owner
+    return made
 
 
 def _with_width(over: AttentionSpecs, module: nn.Module) -> AttentionSpecs:
@@ -159,6 +176,7 @@ def add_hooks(block: Block, splitter: Splitter) -> list[RemovableHandle]:
 def _split_inputs(block: Block, splitter: Splitter, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     block.check_arguments(args, kwargs)
     plan = block.module_plan
+    splitter.begin_call(id(block.module))
     if plan.tail is not None and not splitter.begin_tail(plan.tail, *block.tail_arguments(args, kwargs, plan.tail)):
         return None
     split = block.replace_arguments(
@@ -183,6 +201,7 @@ def _gather_outputs(block: Block, splitter: Splitter, _: nn.Module, __: Any, out
     for index, specs in enumerate(plan.outputs):
         where = f"output {index} of {plan.name}"
         spec = specs[0] if len(specs) == 1 else splitter.matching_spec(outputs[index], specs, where)
+        spec = splitter.of_call(spec)
         outputs[index] = splitter.gather(outputs[index], spec.streams, spec.dim, where)
     splitter.raise_if_incomplete()
     return outputs[0] if isinstance(output, Tensor) else type(output)(outputs)

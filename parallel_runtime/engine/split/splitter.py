@@ -5,7 +5,9 @@ Knows no module and no attention.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,6 +34,10 @@ class Splitter(Streams):
         self._arrived_split: dict[Names, bool] = {}  # at the first block of a stack
         self._matching_specs: dict[tuple[Any, ...], Any] = {}  # several specs: the one that fits in this forward
         self._ranges: list[tuple[int, int]] = []  # of the full stream, of which the last module returns the tokens
+        self._calls: Counter[int] = Counter()  # of each block in this forward, by id
+        self._call = 1  # the number of the block's call in progress
+        self._in_turns = plan.in_turns
+        self.call_streams: Names = ()  # of its hidden states, in order
         self.full_between_blocks = False  # tokens are gathered after each block of this forward
         self.has_block_patches = False  # a model patch runs inside its blocks
 
@@ -42,9 +48,34 @@ class Splitter(Streams):
     def restart(self) -> None:
         """Starts the same forward over, with other tokens."""
         super().clear()
-        for state in (self._shapes, self._split_values, self._split_streams, self._arrived_split, self._matching_specs):
+        for state in (
+            self._shapes,
+            self._split_values,
+            self._split_streams,
+            self._arrived_split,
+            self._matching_specs,
+            self._calls,
+        ):
             state.clear()
         self._gather_incomplete = False
+
+    def begin_call(self, block: int) -> None:
+        """Begins a call of the block with this id."""
+        self._calls[block] += 1
+        self._call, self.call_streams = self._calls[block], ()
+
+    def of_call(self, spec: Any) -> Any:
+        """Returns `spec` for the call in progress: what a block is called with for the second time in a forward are
+        other tokens of a stream that goes through the blocks in turns, with a length of their own."""
+        if self._call == 1 or not self._in_turns:
+            return spec
+        if isinstance(spec, Index):
+            return replace(spec, stream=self._of_call(spec.stream))
+        streams = getattr(spec, "streams", None)
+        return spec if streams is None else replace(spec, streams=tuple(map(self._of_call, streams)))
+
+    def _of_call(self, stream: str) -> str:
+        return f"{stream} {self._call}" if stream in self._in_turns else stream
 
     def is_split(self, stream: str) -> bool:
         """Returns whether the network's variables contain this rank's part of `stream` at this moment."""
@@ -58,6 +89,7 @@ class Splitter(Streams):
         """Splits the argument `value` as `spec` says; `where` names it in refusals."""
         if value is None or spec is None:
             return value
+        spec = self.of_call(spec)
         match spec:
             case list():
                 return self.split(value, self.matching_spec(value, spec, where), where)
@@ -118,6 +150,7 @@ class Splitter(Streams):
                 self.record_length(stream, length if stream == streams[-1] else 0, where)
 
     def _split_tokens(self, value: Tensor, spec: Split, where: str) -> Tensor:
+        self.call_streams += spec.streams
         shape = value.shape[spec.dim : spec.dim + spec.flat]
         (stream, *more_streams) = spec.streams
         if spec.repeats and stream not in self._split_streams:

@@ -128,11 +128,14 @@ class ComfyModel(Model):
         comfy.model_management.load_models_gpu([*patchers, *networks])
 
     def clear_kv_cache(self) -> None:
-        """Clears the keys of a prompt that HiDream O1 caches: they depend on the weights of the run before."""
+        """Clears the keys of a prompt that HiDream O1 and Qwen-Image 2.1 keep: they depend on the weights of the run
+        before, and on how the heads were shared out."""
         if self.partner is not None:
             self.partner.clear_kv_cache()
         if (clear := getattr(self.network, "clear_kv_cache", None)) is not None:
             clear()
+        if (reset := getattr(self.network, "reset_prefix_cache", None)) is not None:
+            reset(self.network.prefix_cache_enabled)
 
     def replaced_attributes(self) -> Hashable:
         """Returns the plain values with which nodes have replaced attributes of the network."""
@@ -150,6 +153,8 @@ class ComfyModel(Model):
             return "hooks (scheduled LoRA) change weights from step to step"
         if self.takes_turns:
             return "two MODELs take turns"
+        if getattr(self.network, "prefix_cache_enabled", False):
+            return "it keeps keys of its prompt from step to step"
         return super().unrecordable_reason()
 
     def clone(self, patches: Described | None, on_progress: Callable[[float], None]) -> RankPatcher:

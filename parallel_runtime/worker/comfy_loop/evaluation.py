@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from ...errors import Refused, quoted
-from ...jobs import MAX_CACHED_CONDS, Described, EvaluationJob
+from ...jobs import MAX_CACHED_CONDS, Described, EvaluationJob, is_outer_method
 from ...loading import packs
 from ...loading.object_codec import rebuild
 from ..process.progress import Progress
 from .comfy_model import ComfyModel
 
 FORWARDS = ("forward", "_forward")  # ComfyUI's process may have done what `forward` does beside `_forward`
-METHODS = (*FORWARDS, "preprocess_text_embeds")  # methods of a network that code outside of a worker calls
 
 
 def evaluate(model: ComfyModel, job: EvaluationJob, progress: Progress) -> dict[str, Any]:
@@ -35,8 +34,8 @@ def evaluate(model: ComfyModel, job: EvaluationJob, progress: Progress) -> dict[
     model.load([patcher])
     progress.heartbeat()
     arguments = {**moved(job.call_arguments, device), **_cond_arguments(model, job, device)}
-    if job.method not in METHODS:
-        raise Refused("job.method", method=quoted(job.method), methods=", ".join(METHODS))
+    if job.method not in FORWARDS and not is_outer_method(job.method):
+        raise Refused("job.method", method=quoted(job.method), methods=", ".join(FORWARDS))
     if model.spec.compute_dtype:  # a cp_config may set another one than ComfyUI's process computes in
         times = job.call_arguments.keys() - {next(iter(job.call_arguments), ""), "control"}
         dtype = getattr(torch, model.spec.compute_dtype)

@@ -1,0 +1,111 @@
+"""What our nodes do with networks and nodes of ComfyUIs after v0.33, imitated, in ComfyUI's python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from .pack import node_module, pack_module
+
+import comfy.model_prefetch  # isort: skip  # the pack's module has made ComfyUI importable
+from comfy.model_patcher import ModelPatcher  # isort: skip
+
+from ..zoo import later, sparse_like  # isort: skip
+from ..zoo.calls import CASES  # isort: skip
+
+remote, describer = node_module("remote.remote_model"), node_module("describe.describer")
+patches, kernels = node_module("describe.model_patches"), node_module("describe.kernels")
+block_patches = pack_module("parallel_runtime.architectures.block_patches")
+codec = pack_module("parallel_runtime.loading.object_codec")
+
+
+def outer_methods(rank: int, world: int) -> list[list[str]]:
+    """The methods of SenseNova that are asked of workers, each with its arguments, where nothing is computed here."""
+    asked: list[list[str]] = []
+
+    def evaluation(method: str, arguments: dict[str, Any]) -> tuple[list[torch.Tensor], ...]:
+        asked.append([method, *arguments])
+        return [torch.zeros(1)], [torch.zeros(1)]
+
+    remote.check_network = remote.check_module = lambda *_: None  # the imitation's code is no file of ComfyUI's
+    network = remote.remote_network(later.sensenova(), evaluation)
+    network.preprocess_prefix(torch.zeros(1, 5, dtype=torch.long))
+    network(torch.zeros(1, 3, 32, 32), torch.zeros(1), text_input_ids=torch.zeros(1, 5))
+    return asked
+
+
+def malloc_graph(rank: int, world: int) -> list[str]:
+    """What happens while a network whose forward records its allocations is evaluated by workers."""
+    seen: list[str] = []
+
+    @contextmanager
+    def pause() -> Iterator[None]:
+        seen.append("paused")
+        yield
+        seen.append("recording")
+
+    def evaluation(method: str, arguments: dict[str, Any]) -> torch.Tensor:
+        seen.append("evaluated")
+        return torch.zeros(1)
+
+    remote.check_network = remote.check_module = lambda *_: None
+    comfy.model_prefetch.pause_malloc_graph = pause
+    try:
+        remote.remote_network(later.sensenova(), evaluation)(torch.zeros(1, 3, 32, 32), torch.zeros(1))
+    finally:
+        del comfy.model_prefetch.pause_malloc_graph
+    remote.remote_network(later.sensenova(), evaluation)(torch.zeros(1, 3, 32, 32), torch.zeros(1))
+    return seen
+
+
+def kept_keys_of_another_run(rank: int, world: int) -> list[Any]:
+    """What is left of Qwen-Image 2.1's kept keys as a run begins, whether the next ones are kept, and whether its
+    forwards are recorded meanwhile."""
+    comfy_model = pack_module("parallel_runtime.worker.comfy_loop.comfy_model")
+    network: Any = later.qwen_image21(cached=True)
+    network.prefix_cache = {0: "keys"}
+    model = SimpleNamespace(network=network, partner=None)
+    comfy_model.ComfyModel.clear_kv_cache(model)
+    return [network.prefix_cache, network.prefix_cache_enabled]
+
+
+def sparse_options(rank: int, world: int, of_blocks: bool, previous: str) -> dict[str, Any]:
+    """What Model Sparse Attention puts on a MODEL, as workers make it again: whether a forward with it has the same
+    bits, keeps its state for itself, and leaves the network divided; `previous`: a node's override before it."""
+    network = later.minimax_h3(False) if of_blocks else CASES["wan"].network()
+    holder = torch.nn.Module()
+    holder.diffusion_model = network
+    cpu = torch.device("cpu")
+    model = ModelPatcher(holder, cpu, cpu)
+    options = sparse_like.options_for(network)
+    if previous:
+        del options["optimized_attention_override"]
+        options["optimized_attention_override"] = {"foreign": lambda func, *args, **more: func(*args, **more)}[previous]
+        module = sparse_like.installed()
+        module.install_override(module.SparseAttnPatch(), options)
+    override = options["optimized_attention_override"]
+    model.model_options["transformer_options"] = options
+    found = {"each head": block_patches.attends_each_head(override)}
+    if previous:
+        return found
+    patches.check_network_patches(model)
+    parts = describer.describer(model=model)
+    tree = parts.describe(options, "a model option")
+    made = codec.Rebuilder(parts.tensors, patcher=model)(tree)
+    given: Any = {"x": torch.randn(23, later.WIDTH)} if of_blocks else CASES["wan"].inputs()
+    with torch.inference_mode():
+        one, other, dense = (network(**given, transformer_options=dict(each)) for each in (options, made, {}))
+    own = made["optimized_attention_override"].__closure__
+    state = next(cell.cell_contents for cell in own if hasattr(cell.cell_contents, "installed"))
+    request = SimpleNamespace(options=SimpleNamespace(attention_backend="auto"))
+    return found | {
+        "same": bool(torch.equal(one, other)),
+        "sparse": not torch.equal(one, dense),
+        "anew": state.installed == set() and state.vsa_plans == {},
+        "undivided": parts.names_network,
+        "no ring": kernels.without_lse(model, request),
+    }
