@@ -8,7 +8,7 @@ from typing import Any
 
 import comfy.sd
 
-from ...parallel_runtime.architectures.autoencoders import COMPARED, kind_of
+from ...parallel_runtime.architectures.autoencoders import COMPARED, WHOLE, kind_of, name_of
 from ...parallel_runtime.errors import Refused, say
 from ...parallel_runtime.explain.plan_report import share_cores
 from ...parallel_runtime.explain.vae_decode import Decode, decode_line
@@ -45,7 +45,8 @@ def check_vae(vae: comfy.sd.VAE) -> None:
         raise NotParallel(say("vae.foreign", kind=f"{type(vae).__module__}.{type(vae).__name__}"))
     kind = kind_of(vae.first_stage_model)
     if kind not in COMPARED:
-        raise NotParallel(say("vae.unknown", kind=kind))
+        why = WHOLE.get(name_of(vae.first_stage_model))
+        raise NotParallel(say(why) if why else say("vae.unknown", kind=kind))
     if vae.latent_dim == 1 or vae.extra_1d_channel is not None:
         raise NotParallel(say("vae.sound"))
     if vae.patcher.patches or vae.patcher.object_patches:
@@ -68,12 +69,17 @@ def explain_decode(
         latent = (*latent[:2], *latent[3:])
     if len(latent) != native.latent_dim + 2:
         return say("decode.dims", wanted=native.latent_dim + 2, found=len(latent))
+    kind, dtype = kind_of(native.first_stage_model), native.vae_dtype
+    tiles = COMPARED[kind].tiles
+    grid = tiles.grid(native.first_stage_model, "decode", latent) if tiles else None
     decode = Decode(
-        kind=kind_of(native.first_stage_model),
+        kind=kind,
         latent=latent,
         weight_bytes=native.model_size(),
-        activation_bytes=int(native.memory_used_decode(latent, native.vae_dtype)),
-        item_bytes=native.vae_dtype.itemsize,
+        activation_bytes=int(native.memory_used_decode(latent, dtype)),
+        item_bytes=dtype.itemsize,
+        grid=grid,
+        tile_bytes=int(native.memory_used_decode((*latent[:2], *grid.tile), dtype)) if grid else 0,
     )
     return decode_line(decode, len(placement.devices), None if share_cores(placement) else profile)
 

@@ -12,7 +12,7 @@ import comfy.sd
 import torch
 from torch import Tensor
 
-from ...parallel_runtime.architectures.autoencoders import COMPARED
+from ...parallel_runtime.architectures.autoencoders import COMPARED, Tiles
 from ...parallel_runtime.errors import WorkerFailed
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.group.shared_output import SharedOutput
@@ -54,6 +54,10 @@ class RemoteVAE:
     def workers(self) -> int:
         return len(placement_for(self._request).devices)
 
+    @property
+    def tiles(self) -> Tiles | None:
+        return COMPARED[self._spec.kind].tiles
+
     def decode_output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         vae = self._vae
         if hasattr(vae.first_stage_model, "decode_output_shape"):
@@ -67,7 +71,7 @@ class RemoteVAE:
         if options:
             raise NotParallel(f"it is given {', '.join(options)}")
         shape = self.decode_output_shape(tuple(x.shape)) if output_buffer is None else tuple(output_buffer.shape)
-        dtype = x.dtype if output_buffer is None else output_buffer.dtype
+        dtype = self._result_dtype(x) if output_buffer is None else output_buffer.dtype
         if self.output is not None and output_buffer is not None and self.output.offset_of(output_buffer) is not None:
             self._convert("decode", x, 1, self.output, output_buffer)
             return output_buffer
@@ -78,16 +82,27 @@ class RemoteVAE:
     def encode(self, x: Tensor, device: torch.device | None = None) -> Tensor:
         unit = self._vae.spacial_compression_encode()
         latent = _sizes(tuple(x.shape[2:]), self._vae.downscale_ratio, lambda n, by: n // by)
+        if self.tiles is not None and x.ndim == 5:
+            latent[0] = self.tiles.grid(self._vae.first_stage_model, "encode", tuple(x.shape)).frames
         shape = (x.shape[0], self._vae.latent_channels, *latent)
-        output = _new_output(shape, x.dtype)
+        output = _new_output(shape, self._result_dtype(x))
         self._convert("encode", x, unit, output, output.tensor)
         return output.tensor.to(device or x.device)
 
-    def decode_tiled(self, *args: Any, **kwargs: Any) -> Tensor:
-        """ComfyUI calls this on a network that makes tiles itself."""
-        raise NotParallel("it makes its own tiles")
+    def decode_tiled(self, x: Tensor, **sizes: Any) -> Tensor:
+        """ComfyUI calls this on a network that makes tiles itself, which those of `tiles` do in any case."""
+        if self.tiles is None:
+            raise NotParallel("it makes its own tiles")
+        return self.decode(x)
 
-    encode_tiled = decode_tiled
+    def encode_tiled(self, x: Tensor, **sizes: Any) -> Tensor:
+        if self.tiles is None:
+            raise NotParallel("it makes its own tiles")
+        return self.encode(x)
+
+    def _result_dtype(self, x: Tensor) -> torch.dtype:
+        """Returns that of the native network's result: those of `tiles` blend in float32."""
+        return x.dtype if self.tiles is None else torch.float32
 
     def end(self) -> None:
         """Keeps, offloads or unloads the VAE after a decode or encode, as the user chose."""
@@ -115,7 +130,9 @@ class RemoteVAE:
             )
             result = _run(lease, plan, job, output)
         set_random_states(result.value["random_states"], self._vae.device)
-        workers = min(len(placement.devices), max(x.shape[-2:]) // unit)
+        tiles, network = self.tiles, self._vae.first_stage_model
+        parts = tiles.grid(network, method, tuple(x.shape)).count if tiles else max(x.shape[-2:]) // unit
+        workers = min(len(placement.devices), parts)
         what = "VAE decoded" if method == "decode" else "VAE encoded"
         log.info(
             "[CP] %s on %d worker(s) in %.2f s, loaded in %.2f s", what, workers, result.seconds, result.load_seconds
@@ -130,17 +147,28 @@ class RemoteVAE:
             raise NotParallel(f"it takes {channels} channels, and got {x.shape[1]}")
         if not (x.shape[-2] // unit and x.shape[-1] // unit):
             raise NotParallel(f"{x.shape[-1]} x {x.shape[-2]} pixels make no row of a latent")
+        if self.tiles is None or method == "decode":
+            return
+        if x.ndim != 5 or min(x.shape[-2:]) // unit < self.tiles.least_rows or x.shape[-2] % unit or x.shape[-1] % unit:
+            raise NotParallel(f"it does not encode {x.shape[-1]} x {x.shape[-2]} pixels")
 
     def _plan(self, lease: Lease, method: VAEMethod, shape: tuple[int, ...]) -> tuple[RunPlan, list[int]]:
         """Returns a plan with the bytes of the weights and of each worker's activations, and the shares of the rows:
-        the requested ones, else fewer for a device with too little memory for as many as the others."""
+        the requested ones, else fewer for a device with too little memory for as many as the others. Of tiles these
+        are shares of their number."""
         vae, placement = self._vae, lease.group.placement
         estimate = vae.memory_used_decode if method == "decode" else vae.memory_used_encode
         full_bytes, weight_bytes = int(estimate(shape, vae.vae_dtype)), int(vae.model_size())
-        shares = shares_for(self._request, placement) or self._shares_by_memory(lease, full_bytes, weight_bytes)
-        parts = shares or [1] * len(placement.devices)
-        activations = [int(full_bytes * part / sum(parts)) for part in parts]
-        other_machines = [0] * (placement.world_size - len(parts))
+        shares = shares_for(self._request, placement)
+        if self.tiles is None:
+            shares = shares or self._shares_by_memory(lease, full_bytes, weight_bytes)
+            parts = shares or [1] * len(placement.devices)
+            activations = [int(full_bytes * part / sum(parts)) for part in parts]
+        else:  # the first worker alone blends whole pictures
+            tile = self.tiles.grid(vae.first_stage_model, method, shape).tile
+            tile_bytes = int(estimate((*shape[:2], *tile), vae.vae_dtype))
+            activations = [full_bytes, *[tile_bytes] * (len(placement.devices) - 1)]
+        other_machines = [0] * (placement.world_size - len(placement.devices))
         needed = Estimate(
             weight_bytes_by_rank=(weight_bytes,) * placement.world_size,
             activation_bytes_by_rank=(*activations, *other_machines),

@@ -4,8 +4,9 @@ only."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil, prod
 
-from ..architectures.autoencoders import DIFFUSION, ENGINE, HUNYUAN, KL, LTX
+from ..architectures.autoencoders import DIFFUSION, ENGINE, HUNYUAN, KL, LTX, MINIMAX_H3, TileGrid
 from ..errors import say
 from ..planning.device_profile import DeviceProfile
 from ..planning.misfit import GIB
@@ -20,6 +21,7 @@ class Decoding:
 
     `flops` is for a pixel of the latent (of a frame), `halo_bytes` what a rank sends to one neighbour for a frame and a
     pixel of the side that is not split; `exchanges` and `kernels` are of one frame; `width` is that of its attention.
+    Where there are tiles `halo_bytes` are those of a pixel's decoded tile, and `kernels` and `exchanges` of one tile.
     """
 
     flops: float
@@ -50,19 +52,22 @@ COUNTED: dict[tuple[str, int], Decoding] = {  # by class and the dims of a laten
     (f"{LTX}.VideoVAE({LTX}.Encoder, {LTX}.Decoder)", 5): Decoding(
         flops=9.80e9, halo_bytes=3.8e5, exchanges=15, kernels=300
     ),
+    (MINIMAX_H3, 5): Decoding(flops=4.86e9, halo_bytes=6144, exchanges=1, kernels=900, width=36 * 2048),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decode:
     """One decode of a latent [B, C, (T,) H, W] by a VAE of the class `kind`. `activation_bytes` is ComfyUI's own
-    estimate for one process."""
+    estimate for one process, `tile_bytes` that for one tile, of which `grid` has all."""
 
     kind: str
     latent: tuple[int, ...]
     weight_bytes: int
     activation_bytes: int
     item_bytes: int
+    grid: TileGrid | None = None
+    tile_bytes: int = 0
 
     @property
     def frames(self) -> int:
@@ -80,6 +85,8 @@ def decode_seconds(decode: Decode, workers: int, profile: DeviceProfile) -> floa
     counted = COUNTED.get((decode.kind, len(decode.latent)))
     if counted is None or not profile.flops_per_second:
         return None
+    if decode.grid is not None:
+        return _tiles_seconds(decode, decode.grid, counted, workers, profile)
     split, other = decode.sides
     workers = min(workers, split)
     pixels = decode.frames * split * other
@@ -90,6 +97,18 @@ def decode_seconds(decode: Decode, workers: int, profile: DeviceProfile) -> floa
         return busy
     exposed = max(0.0, traffic(decode, workers, counted) / profile.bytes_per_second - compute)
     return busy + LATENCY * counted.exchanges * decode.frames + exposed
+
+
+def _tiles_seconds(decode: Decode, grid: TileGrid, counted: Decoding, workers: int, profile: DeviceProfile) -> float:
+    """Returns the seconds of the worker with most tiles, and of those that the first one receives."""
+    pixels = prod(grid.tile)
+    compute = decode.latent[0] * (counted.flops * pixels + 4 * pixels**2 * counted.width) / profile.flops_per_second
+    computed = ceil(grid.count / workers) * max(compute, LAUNCH * counted.kernels)
+    received = grid.count - ceil(grid.count / workers)
+    if not received or not profile.bytes_per_second:
+        return computed
+    tile_bytes = decode.latent[0] * counted.halo_bytes * pixels * decode.item_bytes / 2
+    return computed + received * (tile_bytes / profile.bytes_per_second + LATENCY * counted.exchanges)
 
 
 def traffic(decode: Decode, workers: int, counted: Decoding) -> float:
@@ -107,6 +126,9 @@ def decode_line(decode: Decode, workers: int, profile: DeviceProfile | None) -> 
     full, part = decode.activation_bytes / GIB, decode.activation_bytes / used / GIB
     sizes = {"here": f"{full:.2f}", "weights": f"{decode.weight_bytes / GIB:.2f}", "share": f"{part:.2f}"}
     memory = say("decode", **sizes, workers=used)
+    if decode.grid is not None:
+        sizes["share"] = f"{decode.tile_bytes / GIB:.2f}"
+        memory = say("decode.tiles", **sizes, workers=min(workers, decode.grid.count))
     alone, several = (profile and decode_seconds(decode, count, profile) for count in (1, workers))
     if alone is None or several is None:
         return (memory,)

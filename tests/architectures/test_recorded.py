@@ -15,6 +15,8 @@ BY_VALUES = (
     "ideogram 4, padded",  # which tokens are padding
     "minimax h3",  # the time
     "minimax h3 masks",
+    "minimax h3 keyframes",
+    "minimax h3 references",
     "ace-step 1.5",  # which voices there are
 )
 

@@ -45,10 +45,28 @@ def references(*shapes: tuple[int, ...], method: str = "") -> dict[str, Any]:
     return tensors(reference_latents=shapes) | ({"values": {"reference_latents_method": method}} if method else {})
 
 
+def drawn(*shape: int) -> dict[str, Any]:
+    return {"drawn": shape}
+
+
 def at(*latent: tuple[int, ...], dim: int = 96, tokens: int = 7, batch: int = 2, **more: Any) -> Conditioning:
     return Conditioning(latent=latent, dim=dim, tokens=tokens, batch=batch, more=more)
 
 
+MINIMAX_H3 = (24, 7, 5, 7), (32, 2, 37)  # 22 frames with sound
+KEYFRAMES = [  # the first frame, a clip with its sound within, the last; of sides that patches of 2 x 2 fill
+    {"resolved_frame_index": 0, "latent": drawn(1, 24, 1, 6, 8)},
+    {"resolved_frame_index": 6, "latent": drawn(1, 24, 2, 6, 8), "audio_latent": drawn(1, 32, 2, 9)},
+    {"resolved_frame_index": 21, "latent": drawn(1, 24, 1, 6, 8)},
+]
+PICTURE = {"kind": "image", "latent_h": 4, "latent_w": 6, "latent": drawn(1, 24, 1, 4, 6)}
+FILM = {"kind": "video_audio", "latent_t": 2, "latent_h": 4, "latent_w": 4, "ref_audio_t": 9}
+REFERENCES = [  # of each kind
+    PICTURE,
+    FILM | {"latent": drawn(1, 24, 2, 4, 4), "audio_latent": drawn(1, 32, 2, 9)},
+    {"kind": "audio", "ref_audio_t": 5, "audio_latent": drawn(1, 32, 2, 5)},
+]
+TAGS = {"numbers": {"minimax_token_tags": [[1, 0, 0, 1, 2, 1, 1]]}}  # of each token: of text, a picture, sound
 SEEN = {"seen": (1, 257, 1280)}
 SAMPLED: dict[str, Conditioning] = {
     "flux_fill": at(IMAGE, **POOLED | tensors(concat_latent_image=(1, 16, 17, 23))),
@@ -168,6 +186,8 @@ SAMPLED: dict[str, Conditioning] = {
     "cosmos1": at(VIDEO),
     "mochi": at((12, 3, 10, 14), tokens=24, mask_valid=5),
     "minimax_h3": at((24, 3, 5, 7), (32, 2, 11), batch=1),
+    "minimax_h3_keyframes": at(*MINIMAX_H3, batch=1, **TAGS | {"values": {"minimax_keyframes": KEYFRAMES}}),
+    "minimax_h3_references": at(*MINIMAX_H3, batch=1, **TAGS | {"values": {"minimax_refs": REFERENCES}}),
     "causal_wan": at(FRAMES),
     "ace_step_15": at(
         (64, 35), **tensors(conditioning_lyrics=(1, 9, 96), reference_audio_timbre_latents=[(1, 64, 40)])

@@ -1,11 +1,13 @@
 """What ComfyUI reads off a MODEL, its options, a condition and a latent, and what becomes of it under a CP Sampler; and
-what becomes of its text encoders under CP CLIP.
+what becomes of its text encoders under CP CLIP, and of its VAEs under CP VAE.
 
 `HONOURED`: it reaches the workers, or ComfyUI's own code reads it in its own process. `STEPWISE`: the loop then stays
 in ComfyUI's process. `REFUSED`: by name. `WITHOUT_EFFECT` on a latent.
 """
 
 from __future__ import annotations
+
+from parallel_runtime.architectures.autoencoders import COMPARED, ENGINE, WHOLE
 
 HONOURED, STEPWISE, REFUSED, WITHOUT_EFFECT = "honoured", "stepwise", "refused", "without effect"
 
@@ -183,3 +185,11 @@ TEXT_ENCODERS = {  # under CP CLIP, by the class of `cond_stage_model`
     "sam3_clip.SAM3ClipModelWrapper": (HONOURED, "one condition a prompt goes back in a list"),
     "hidream_o1.HiDreamO1TE": (WITHOUT_EFFECT, "no weights: ComfyUI passes the tokens on to the network"),
 }  # fmt: skip
+
+VAES = {  # under CP VAE, by the class of `first_stage_model`
+    **{
+        kind if kind.startswith(ENGINE) else kind.partition("(")[0]: (HONOURED, "divided: tests/rows compares it")
+        for kind in COMPARED
+    },
+    **{kind: (WITHOUT_EFFECT, f"whole, in ComfyUI's process, which says: {words}") for kind, words in WHOLE.items()},
+}

@@ -53,7 +53,7 @@ def read_by(comfyui: Path) -> dict[str, set[str]]:
     for what, (file, name) in NAMES.items():
         (kind,) = (kind for kind in _classes(comfyui / file) if kind.name == name)
         found[what] = {target.id for step in kind.body if isinstance(step, ast.Assign) for target in step.targets}  # type: ignore[attr-defined]  # names of an enumeration
-    return found | {"TEXT_ENCODERS": text_encoders(comfyui)}
+    return found | {"TEXT_ENCODERS": text_encoders(comfyui), "VAES": autoencoders(comfyui)}
 
 
 def _keys_read(comfyui: Path, names: set[str], files: tuple[str, ...]) -> set[str]:
@@ -121,4 +121,29 @@ def text_encoders(comfyui: Path) -> set[str]:
             made_of = (bases & names) - {"SD1ClipModel"}
             if (bases & names or methods >= ENCODES) and not (kind.name.endswith("_") and made_of):
                 found.add(f"{module}.{kind.name}")
+    return found
+
+
+def autoencoders(comfyui: Path) -> set[str]:
+    """The classes, as `module.Class`, whose objects may be a VAE's `first_stage_model`, with the classes of their
+    encoder and decoder in parentheses where these are named beside them."""
+    tree = ast.parse((comfyui / "comfy" / "sd.py").read_text(encoding="utf-8"))
+    modules = {
+        alias.name: f"comfy.{step.module}.{alias.name}"
+        for step in tree.body
+        if isinstance(step, ast.ImportFrom) and step.level
+        for alias in step.names
+    }
+    found = set()
+    for step in ast.walk(tree):
+        match step:
+            case ast.Assign(targets=[ast.Attribute(attr="first_stage_model")], value=ast.Call(func=made) as call):
+                name = ast.unparse(made)
+                if name == "self.first_stage_model.eval":
+                    continue
+                configs = [
+                    keyword.value for keyword in call.keywords if keyword.arg in ("encoder_config", "decoder_config")
+                ]
+                parts = [ast.literal_eval(config.values[0]) for config in configs if isinstance(config, ast.Dict)]
+                found.add(modules.get(name, name) + (f"({', '.join(parts)})" if parts else ""))
     return found

@@ -14,7 +14,7 @@ from .names import missing_names, names_in
 from .reads import keys, read_by
 
 TABLES = ("MODEL_OPTIONS", "TRANSFORMER_OPTIONS", "CONDITION", "MODEL_CONDITION", "LATENT", "PATCHER", "GUIDER",
-          "WRAPPERS", "CALLBACKS", "HOOKS", "TEXT_ENCODERS")  # fmt: skip
+          "WRAPPERS", "CALLBACKS", "HOOKS", "TEXT_ENCODERS", "VAES")  # fmt: skip
 
 
 @pytest.mark.parametrize("what", TABLES)

@@ -47,6 +47,27 @@ def test_who_trades_the_halves_of_its_batch_has_all_of_it(
     assert apart(got, native_network("hunyuan_3d_21")) <= 1e-5
 
 
+@pytest.mark.sweep(one_in=5)
+@pytest.mark.parametrize("name", ["minimax_h3", "minimax_h3_keyframes", "minimax_h3_references"])
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        Parallel(cfg_degree=2),
+        Parallel(ulysses_degree=2),
+        Parallel(cfg_degree=2, ulysses_degree=2),
+        Parallel(ulysses_degree=3),
+        Parallel(ring_degree=4),
+    ],
+    ids=["cfg 2", "Ulysses 2", "cfg 2 x Ulysses 2", "Ulysses 3", "ring 4"],
+)
+def test_minimax_h3_with_sound_and_pictures_is_ksamplers_on_two_to_four_workers(
+    server: Server, native_network: Callable[[str], Tensor], degrees: Parallel, name: str
+) -> None:
+    """By frames of its own, by references of each kind, by the prompt alone."""
+    got = latent_of(server.client.run(picture(name, degrees)))
+    assert apart(got, native_network(name)) <= 1e-5
+
+
 @pytest.mark.parametrize("name", ["qwen_edit", "ltx2"])
 def test_in_the_stages_of_a_pipeline(server: Server, native_network: Callable[[str], Tensor], name: str) -> None:
     """With a reference, and with two streams of tokens: video and audio."""

@@ -23,18 +23,22 @@ DECODES = [
     ("taef1", "2,16,9,14"),
     ("ltx0.safetensors", "1,128,2,5,4"),
     ("ltx1.safetensors", "1,128,2,4,5"),
+    ("minimax_h3.safetensors", "1,24,12,9,7"),
 ]
 ENCODES = [
     ("wan.safetensors", "5,75,60,3"),
     ("flux.safetensors", "2,45,70,4"),
     ("taef1", "1,60,33,3"),
     ("ltx0.safetensors", "9,160,131,3"),
+    ("minimax_h3.safetensors", "19,75,140,3"),  # whose frames ComfyUI's own formula counts wrong
 ]
 WITH_THREE = [
     (decoding, "wan.safetensors", "1,16,2,6,9"),
     (decoding, "flux.safetensors", "2,16,7,5"),
     (decoding, "ltx1.safetensors", "1,128,2,4,5"),
     (decoding, "taef1", "1,16,2,1"),  # fewer rows than workers
+    (decoding, "minimax_h3.safetensors", "2,24,1,5,6"),
+    (encoding, "minimax_h3.safetensors", "40,64,90,3"),
     (encoding, "wan.safetensors", "1,45,70,4"),
 ]
 
@@ -54,6 +58,11 @@ def test_encodes_the_same_latents(vaes: Server, file: str, shape: str) -> None:
 def test_tiles_are_decoded_by_the_workers_too(vaes: Server) -> None:
     tiles = {"decoder": "VAEDecodeTiled", "tile_size": 64, "overlap": 16, "temporal_size": 64, "temporal_overlap": 8}
     assert both(vaes, decoding, "taef1", "1,16,16,12", TWO, **tiles) <= BAR
+
+
+def test_minimax_h3_with_its_own_tiles_runs_in_the_workers_where_tiles_are_asked_for(vaes: Server) -> None:
+    tiles = {"decoder": "VAEDecodeTiled", "tile_size": 64, "overlap": 16, "temporal_size": 64, "temporal_overlap": 8}
+    assert both(vaes, decoding, "minimax_h3.safetensors", "1,24,7,6,9", TWO, **tiles) <= BAR
 
 
 def test_without_a_config_it_uses_the_workers_that_are_there(vaes: Server) -> None:
@@ -122,13 +131,13 @@ def test_image_to_video_encodes_through_it(vaes: Server) -> None:
     assert relative(concat(TWO), concat(False)) <= BAR
 
 
-def test_a_vae_that_was_not_compared_runs_here_with_one_line_in_the_log(vaes: Server) -> None:
+def test_a_vae_that_is_not_divided_runs_here_with_one_line_in_the_log_that_says_why(vaes: Server) -> None:
     want = result(vaes, decoding("pixel_space", "1,3,16,24", False))["save"]
     since = vaes.log_size()
     got = result(vaes, decoding("pixel_space", "1,3,16,24", TWO))["save"]
     assert torch.equal(got, want)
     assert vaes.log(since).count("CP VAE decodes and encodes in ComfyUI's process") == 1
-    assert "PixelspaceConversionVAE is not among the VAEs that were compared" in vaes.log(since)
+    assert "it converts pixels without a network, so there is nothing to divide" in vaes.log(since)
 
 
 def test_a_file_that_changed_after_it_was_loaded_is_not_what_is_decoded_with(vaes: Server) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from parallel_runtime.architectures.autoencoders import COMPARED
+from parallel_runtime.architectures.autoencoders import COMPARED, MINIMAX_H3, TileGrid
 from parallel_runtime.explain.vae_decode import COUNTED, Decode, decode_line, decode_seconds
 from parallel_runtime.planning.device_profile import DeviceProfile
 
@@ -17,6 +17,16 @@ WAN_720P = Decode(
     weight_bytes=250 << 20,
     activation_bytes=8 << 30,
     item_bytes=2,
+)
+
+MINIMAX_768P = Decode(
+    kind=MINIMAX_H3,
+    latent=(1, 24, 37, 48, 84),
+    weight_bytes=5 << 30,
+    activation_bytes=2 << 30,
+    item_bytes=2,
+    grid=TileGrid(count=196, tile=(7, 16, 16), frames=124),
+    tile_bytes=1 << 29,
 )
 
 
@@ -37,6 +47,26 @@ def test_workers_divide_the_work_but_for_latencies_and_launches() -> None:
     assert 3.5 < alone / seconds(WAN_720P, 4) < 4
     faster = replace(FAST, flops_per_second=1e15)
     assert seconds(WAN_720P, 1, faster) / seconds(WAN_720P, 8, faster) < 5, "launches stay"
+
+
+def test_tiles_are_dealt_out_whole() -> None:
+    alone = seconds(MINIMAX_768P, 1)
+    assert 29 < alone < 34, "196 tiles of 9.66 TFLOP at 60 TFLOP/s"
+    assert 3.9 < alone / seconds(MINIMAX_768P, 4) < 4
+    assert 4.8 < alone / seconds(MINIMAX_768P, 5) < 4.9, "one worker has 40 of 196"
+    assert seconds(MINIMAX_768P, 4, replace(FAST, bytes_per_second=1e8)) > 1.5 * seconds(MINIMAX_768P, 4)
+    assert seconds(replace(MINIMAX_768P, latent=(2, 24, 37, 48, 84)), 1) == 2 * alone
+
+
+def test_of_tiles_the_first_worker_has_the_whole_picture() -> None:
+    line = decode_line(MINIMAX_768P, 4, FAST)[0]
+    assert "about 2.00 GiB in ComfyUI's process beside 5.00 of weights" in line
+    assert "as much on the first of 4 worker(s)" in line
+    assert "0.50 on each other" in line
+    assert (
+        "of 3 worker(s)"
+        in decode_line(replace(MINIMAX_768P, grid=TileGrid(count=3, tile=(7, 9, 9), frames=5)), 8, FAST)[0]
+    )
 
 
 def test_a_slow_link_is_not_hidden() -> None:

@@ -56,11 +56,13 @@ FLUX = network("FLUX.1", 24, 3072, (340 * MILLION,) * 19 + (141 * MILLION,) * 38
 FLUX2 = network("FLUX.2 dev", 48, 6144, (981 * MILLION,) * 8 + (491 * MILLION,) * 48, 32.2e9)
 QWEN = network("Qwen-Image", 24, 3072, (340 * MILLION,) * 60, 20.4e9)
 WAN = network("Wan 14B", 40, 5120, (351 * MILLION,) * 40, 14.3e9)
+MINIMAX_H3 = network("MiniMax H3", 56, 7168, (389 * MILLION,) * 50, 20.2e9)
 
 JOBS = (
     Job(name="FLUX.1 dev, 1024 x 1024", network=FLUX, tokens=4608, prompts=1),
     Job(name="Qwen-Image, 1328 x 1328, both prompts", network=QWEN, tokens=7000, prompts=2),
     Job(name="Wan 14B, 832 x 480, 81 frames, both prompts", network=WAN, tokens=32760, prompts=2),
+    Job(name="MiniMax H3, 1344 x 768, 124 frames", network=MINIMAX_H3, tokens=38000, prompts=1),
 )
 MACHINES = (
     Machine(name="2 x 4090, PCIe", gpus=2, gib=22, link=1e10, flops=1.4e14),
@@ -105,6 +107,7 @@ MEMORY_JOBS = (
     ("Qwen-Image, 1328 x 1328", QWEN, 7000),
     ("Wan 14B, 832 x 480, 81 frames", WAN, 32760),
     ("Wan 14B, 1280 x 720, 81 frames", WAN, 75600),
+    ("MiniMax H3, 1344 x 768, 124 frames", MINIMAX_H3, 38000),
 )
 
 
@@ -112,7 +115,7 @@ def memory_rows() -> Iterator[str]:
     yield "| model, one prompt | weights | replicate, 1 / 2 / 4 GPUs | shard, 2 / 4 GPUs | offload, 1 / 2 / 4 GPUs |"
     yield "|---|---|---|---|---|"
     for name, bf16, tokens in MEMORY_JOBS:
-        for kind, network in (("bf16", bf16), ("fp8", bf16.halved())):
+        for kind, network in (("bf16", bf16), ("int8" if bf16 is MINIMAX_H3 else "fp8", bf16.halved())):
             cells = [needed(network, tokens, mode) for mode in ("replicate", "shard", "offload")]
             yield f"| {name} | {kind}, {network.weight_bytes / GIB:.0f} | {' | '.join(cells)} |"
 

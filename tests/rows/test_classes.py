@@ -64,6 +64,22 @@ def test_chunks_of_time_that_each_rank_chose_by_its_own_bytes_would_not_meet(div
         divided("LTX 0.9", "decode", ROWS, 3, own_chunks=True)
 
 
+@pytest.mark.parametrize("shares", [[1, 1], [3, 1], [1, 1, 1], [2, 1, 3, 1]], ids=str)
+@pytest.mark.parametrize("frames", [1, 5, 23, 40])
+@pytest.mark.parametrize("method", ["decode", "encode"])
+def test_ranks_compute_all_tiles_of_minimax_h3_by_their_shares(
+    divided: Divided, method: str, frames: int, shares: list[int]
+) -> None:
+    tokens = {1: 1, 5: 2, 23: 8, 40: 14}[frames]
+    latent = [2, 24, tokens, 7, 3] if method == "decode" else [1, 24, frames, 5, 6]
+    answer = divided("MiniMax H3", method, ROWS, len(shares), shares=shares, latent=latent)
+    assert answer["apart"] == 0
+    assert sum(answer["made"]) == answer["counted"] > 1
+    assert answer["frames"][0] == answer["frames"][1]
+    for made, share in zip(answer["made"], shares, strict=True):
+        assert abs(made - answer["counted"] * share / sum(shares)) < 2
+
+
 def test_the_zoo_has_every_class_that_may_be_divided(divided: Divided) -> None:
     assert {divided(name, "kind", ROWS, 1)["kind"] for name in NAMES} == KINDS
 

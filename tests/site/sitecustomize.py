@@ -11,7 +11,20 @@ from types import ModuleType
 from typing import Any
 
 DETECTION = "comfy.model_detection"
-QWEN_VL = "comfy.text_encoders.qwen_vl"
+SMALL: dict[str, dict[str, dict[str, Any]]] = {  # sizes by class, by module
+    "comfy.text_encoders.qwen_vl": {
+        "Qwen2VLVisionTransformer": {"hidden_size": 64, "intermediate_size": 32, "num_heads": 2, "num_layers": 2}
+    },
+    "comfy.ldm.minimax.vae": {
+        "MiniMaxH3VideoVAE": {
+            "ch": 32, "ch_mult": (1, 1, 1, 1, 1, 1), "num_res_blocks": 1, "tile_size": 64, "tile_overlap_min": 16
+        },
+        "ViT3DDecoder": {"num_layers": 2, "heads": 2, "dim_head": 32},
+    },
+    "comfy.ldm.minimax.audio_vae": {
+        "MiniMaxH3AudioVAE": {"encoder_dim": 8, "latent_dim": 64, "decoder_dim": 128},
+    },
+}  # fmt: skip
 PATCHES = os.path.join("comfy_extras", "nodes_model_patch.py")
 
 
@@ -43,16 +56,22 @@ def accept_tiny_files(detection: ModuleType) -> None:
     neighbour("tiny_override").install_tiny_override(detection)
 
 
-def shrink_vision(module: ModuleType) -> None:
-    """ComfyUI hard-codes the sizes of the vision transformer in Qwen2.5-VL."""
-    kind: Any = module.Qwen2VLVisionTransformer  # type: ignore[attr-defined]
-    make = kind.__init__
-    small = {"hidden_size": 64, "intermediate_size": 32, "num_heads": 2, "num_layers": 2}
+def shrink(**kinds: dict[str, Any]) -> Callable[[ModuleType], None]:
+    """ComfyUI hard-codes these sizes of these classes of a module."""
 
-    def init(self: Any, **settings: Any) -> None:
-        make(self, **settings | small)
+    def then(module: ModuleType) -> None:
+        for name, small in kinds.items():
+            kind: Any = getattr(module, name)
+            kind.__init__ = shrunk(kind.__init__, small)
 
-    kind.__init__ = init
+    return then
+
+
+def shrunk(make: Callable[..., None], small: dict[str, Any]) -> Callable[..., None]:
+    def init(self: Any, *args: Any, **settings: Any) -> None:
+        make(self, *args, **settings | small)
+
+    return init
 
 
 def accept_tiny_patches() -> None:
@@ -81,7 +100,8 @@ def neighbour(name: str) -> Any:
 
 
 sys.meta_path.insert(0, WhenImported(DETECTION, accept_tiny_files))  # type: ignore[arg-type]
-sys.meta_path.insert(0, WhenImported(QWEN_VL, shrink_vision))  # type: ignore[arg-type]
+for name, kinds in SMALL.items():
+    sys.meta_path.insert(0, WhenImported(name, shrink(**kinds)))  # type: ignore[arg-type]
 accept_tiny_patches()
 for fault in filter(None, os.environ.get("CP_TEST_FAULT", "").split(";")):
     if fault == "tape":

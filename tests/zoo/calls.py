@@ -242,6 +242,32 @@ def minimax_h3_masks() -> Inputs:
     return minimax_h3(minimax_payload={"audio_scale": 2.0, "layout": PackedLayout(7, 3, 6, 8, 11)}, **masks)
 
 
+def minimax_h3_keyframes() -> Inputs:
+    """The first frame, and a clip with its sound from the fifth on."""
+    frames = normal(1, 24, 1, 6, 8), normal(1, 24, 2, 6, 8)
+    sound = normal(1, 32, 2, 3)
+    keyframes = [
+        dict(resolved_frame_index=0, latent=frames[0]),
+        dict(resolved_frame_index=4, latent=frames[1], audio_latent=sound),
+    ]
+    tags = torch.tensor([1, 0, 0, 1, 2, 1, 1])
+    payload = dict(
+        keyframes=keyframes, cond_video_latents=[*frames], cond_audio_latents=[sound], text_token_tags=tags, seed=3
+    )
+    return minimax_h3(minimax_payload=payload)
+
+
+def minimax_h3_references() -> Inputs:
+    """A picture, a video with its sound, and sound."""
+    seen, sounds = (normal(1, 24, 1, 4, 6), normal(1, 24, 2, 4, 4)), (normal(1, 32, 2, 3), normal(1, 32, 2, 5))
+    refs = [
+        dict(kind="image", latent_h=4, latent_w=6),
+        dict(kind="video_audio", latent_t=2, latent_h=4, latent_w=4, ref_audio_t=3),
+        dict(kind="audio", ref_audio_t=5),
+    ]
+    return minimax_h3(minimax_payload=dict(refs=refs, cond_video_latents=[*seen], cond_audio_latents=[*sounds]))
+
+
 def hidream_o1(text: int = 9) -> Inputs:
     from comfy.ldm.hidream_o1.conditioning import build_extra_conds
 
@@ -400,6 +426,8 @@ CASES: dict[str, Case] = {
     "mochi, 1 text token": Case("mochi", partial(mochi, 1)),
     "minimax h3": Case("minimax_h3", minimax_h3),
     "minimax h3 masks": Case("minimax_h3", minimax_h3_masks),
+    "minimax h3 keyframes": Case("minimax_h3", minimax_h3_keyframes),
+    "minimax h3 references": Case("minimax_h3", minimax_h3_references),
     "hidream o1": Case(remade.hidream_o1_without_keys, hidream_o1),
     "hidream o1, a later step": Case("hidream_o1", partial(hidream_o1, 19)),
     "stable audio": Case(partial(make, "stable_audio", **NARROW), stable_audio),

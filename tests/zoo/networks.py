@@ -314,5 +314,6 @@ NETWORKS |= {  # other names of a row, where it is prompted otherwise
     name: NETWORKS[row] for name, row in {
         "flux_kontext": "flux", "flux_uso": "flux", "flux_redux": "flux", "flux2_references": "flux2",
         "wan_phantom": "wan", "qwen_edit": "qwen", "qwen_edit_2511": "qwen", "hunyuan_i2v": "hunyuan",
+        "minimax_h3_keyframes": "minimax_h3", "minimax_h3_references": "minimax_h3",
     }.items()
 }  # fmt: skip

@@ -13,6 +13,8 @@ import comfy.ldm.cogvideo.vae
 import comfy.ldm.cosmos.vae
 import comfy.ldm.genmo.vae.model as genmo
 import comfy.ldm.lightricks.vae.causal_video_autoencoder as lightricks
+import comfy.ldm.minimax.audio_vae
+import comfy.ldm.minimax.vae as minimax
 import comfy.ldm.modules.attention
 import comfy.ldm.seedvr.vae as seedvr
 import comfy.ldm.wan.vae
@@ -55,7 +57,15 @@ COSMOS: dict[str, Any] = {
     "channels": 16, "channels_mult": [2, 4, 4], "num_res_blocks": 1, "attn_resolutions": [32], "dropout": 0.0,
     "patch_size": 4, "num_groups": 1, "temporal_compression": 8, "spacial_compression": 8,
 }  # fmt: skip
-KEPT = ("wavelets", "_arange", "timestep_scale", "latent_std", "latent_mean")  # what constructors compute
+KEPT = (
+    "inv_freq",
+    "pixel_",
+    "wavelets",
+    "_arange",
+    "timestep_scale",
+    "latent_std",
+    "latent_mean",
+)  # what constructors compute
 
 
 def engine(
@@ -91,6 +101,15 @@ def mochi() -> nn.Module:
         has_attention=[False] * 5, output_norm=False, nonlinearity="silu", output_nonlinearity="silu", causal=True,
         **common,
     )  # fmt: skip
+    return model
+
+
+def minimax_h3() -> nn.Module:
+    """With tiles of 64 pixels: an odd latent has several. tests/site makes ComfyUI's loader build it as small."""
+    model = minimax.MiniMaxH3VideoVAE(
+        ch=32, ch_mult=(1, 1, 1, 1, 1, 1), num_res_blocks=1, tile_size=64, tile_overlap_min=16
+    )
+    model.decoder = minimax.ViT3DDecoder(num_layers=2, heads=2, dim_head=32)
     return model
 
 
@@ -232,6 +251,7 @@ CASES: dict[str, Case] = {
     ),
     "SeedVR2": Case(make=seedvr2, latent=(1, 16, 4, 7, 5), frames=13),
     "SeedVR2, slicing": Case(make=lambda: seedvr2(5e-4, 5e-5), latent=(1, 16, 2, 7, 5), frames=5),
+    "MiniMax H3": Case(make=minimax_h3, latent=(1, 24, 7, 7, 5), ratio=16, frames=23),
     "TAESD": Case(make=lambda: comfy.taesd.taesd.TAESD(latent_channels=16), latent=(1, 16, 11, 7)),
     "TAESD of FLUX.2": Case(
         make=lambda: comfy.taesd.taesd.TAESD(latent_channels=128), latent=(1, 128, 11, 7), ratio=16
@@ -262,6 +282,9 @@ def write(models: Path) -> None:
         model = random_weights(ltx(version))
         config = {"config": json.dumps({"vae": model.config})}
         save_file(weights_of(model), folder / f"ltx{version}.safetensors", metadata=config)
+    save_file(weights_of(random_weights(minimax_h3())), folder / "minimax_h3.safetensors")
+    audio = comfy.ldm.minimax.audio_vae.MiniMaxH3AudioVAE(encoder_dim=8, latent_dim=64, decoder_dim=128)
+    save_file(weights_of(random_weights(audio)), folder / "minimax_h3_audio.safetensors")
     save_tiny_vae(random_weights(CASES["TAESD"].make()), models / "vae_approx", "taef1")
 
 

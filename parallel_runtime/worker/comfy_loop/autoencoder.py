@@ -23,6 +23,7 @@ from ...engine.comm.ranks import machine, machine_ranks, rank
 from ...engine.comm.votes import refuse_on_all_ranks
 from ...engine.rows.conversion import Conversion, error_limit, leave_undivided, share_of
 from ...engine.rows.row_share import Share
+from ...engine.rows.tiles import run_tiles
 from ...engine.split.streams import chunk_sizes
 from ...errors import Refused
 from ...jobs import Job, VAEJob
@@ -36,6 +37,7 @@ from ..process.progress import Progress
 
 NO_LIMIT_GIB = 1e9
 VOTE_EVERY = 32  # divided functions between two votes; a cancel waits for as many
+VOTE_TILES = 4  # of each rank between two votes: ranks wait for rank 0 there, which blends
 Trials = dict[tuple[ModelSpec, str, tuple[int, ...], int, bool], Refused | None]  # None for one that succeeded
 
 
@@ -107,9 +109,15 @@ def uniform_chunk_bytes(function: str, bytes_: int, local_rows: int, rows: int) 
 def run(trials: Trials, vae: VAE, job: VAEJob, progress: Progress) -> dict[str, Any]:
     """Returns {"random_states": as the run left them}. Only ranks of ComfyUI's machine decode and encode: pixels are
     too large to send to other machines. Raises Refused, on all ranks at the same place."""
-    rows = _rows_by_rank(max(job.x.shape[-2:]) // job.unit, tuple(job.shares))
-    ranks = participating_ranks(rows, vae.device) if machine() == 0 else None
-    if ranks is not None:
+    tiles = COMPARED[vae.spec.kind].tiles
+    shape = tuple(job.x.shape)
+    parts = tiles.grid(vae.network, job.method, shape).count if tiles else max(shape[-2:]) // job.unit
+    ranks = participating_ranks(_parts_by_rank(parts, tuple(job.shares)), vae.device) if machine() == 0 else None
+    if ranks is not None and tiles is not None:
+        set_random_states(job.random_states, vae.device)
+        tick = _tile_reporter(progress, ranks, parts)
+        run_tiles(vae.network, tiles, job.method, job.x, ranks, vae.device, place=_output(job), tick=tick)
+    elif ranks is not None:
         share = share_of(job.x, job.unit, ranks)
         chunked = partial(uniform_chunk_bytes, COMPARED[vae.spec.kind].chunk_size, job.chunk_bytes)
         work = Conversion(vae.network, job.method, vae.device, chunked)
@@ -146,9 +154,9 @@ def _output(job: VAEJob) -> Tensor:
     return flat.view(job.shape)
 
 
-def _rows_by_rank(rows: int, shares: tuple[int, ...]) -> list[int]:
-    """Returns the rows of each rank of ComfyUI's machine; rank 0 has at least one, since it reports for all."""
-    sizes = list(chunk_sizes(rows, shares or len(machine_ranks())))
+def _parts_by_rank(parts: int, shares: tuple[int, ...]) -> list[int]:
+    """Returns how many rows, or tiles, each rank of ComfyUI's machine has. Rank 0, which reports for all, has some."""
+    sizes = list(chunk_sizes(parts, shares or len(machine_ranks())))
     if not sizes[0]:
         sizes[sizes.index(max(sizes))] -= 1
         sizes[0] = 1
@@ -189,6 +197,21 @@ def report_progress(progress: Progress, ranks: MeshDim, model: nn.Module, job: V
     progress.vote(ranks)
     with layer.register_forward_hook(count_frames) if layer else nullcontext():
         yield tick
+
+
+def _tile_reporter(progress: Progress, ranks: MeshDim, tiles: int) -> Callable[[], None]:
+    """Returns a function to call before each tile, which reports it, and cancels all ranks together."""
+    ticks = count()
+
+    def tick() -> None:
+        done = next(ticks)
+        progress.heartbeat()
+        if done % (VOTE_TILES * ranks.size) == 0:
+            progress.vote(ranks)
+        if rank() == 0:
+            progress.report_done(done + 1, tiles)
+
+    return tick
 
 
 def _frame_layer(model: nn.Module, method: str) -> nn.Module | None:

@@ -132,7 +132,7 @@ def _given(name: str, x: float, y: float, wide: float, high: float) -> Iterator[
 
 
 def _legend(scene: Scene) -> Iterator[str]:
-    """Which colour is which GPU, and how large it is; where a VAE is divided too, that it goes by rows."""
+    """Which colour is which GPU, and how large it is; where a VAE is divided too, how."""
     ranks = [part.rank for lane in scene.lanes for part in lane]
     each = len(ranks) // scene.machines
     x = LEFT
@@ -141,7 +141,7 @@ def _legend(scene: Scene) -> Iterator[str]:
         yield _box(x, TOP + HIGH + 18, 13, 13, rank)
         yield _words(x + 18, TOP + HIGH + 30, f"{machine}GPU {rank % each}")
         x += 92 if machine else 74
-    yield _words(x + 8, TOP + HIGH + 30, "VAE: by rows" if scene.rows else "")
+    yield _words(x + 8, TOP + HIGH + 30, f"VAE: {scene.vae}" if scene.vae else "")
 
 
 def _ridge(x: float, y: float, wide: float, high: float) -> str:

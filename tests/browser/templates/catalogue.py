@@ -5,11 +5,12 @@ from __future__ import annotations
 from .edits import control, control_flux, control_sdxl, inpaint, kontext, qwen_edit
 from .graph import Template
 from .pictures import custom, flux_2, flux_dev, lora, machines, native, pipeline, qwen_image, sdxl, z_image
-from .videos import hunyuan, ltx_2, vace, wan_22, wan_i2v, wan_t2v
+from .videos import hunyuan, ltx_2, minimax_h3_i2v, minimax_h3_t2v, vace, wan_22, wan_i2v, wan_t2v
 
 MAKERS = (
     flux_dev, kontext, flux_2, qwen_image, qwen_edit, z_image, sdxl, lora, inpaint, control, custom, native, machines,
-    pipeline, wan_t2v, wan_22, wan_i2v, vace, hunyuan, ltx_2, control_sdxl, control_flux,
+    pipeline, wan_t2v, wan_22, wan_i2v, vace, hunyuan, ltx_2, control_sdxl, control_flux, minimax_h3_t2v,
+    minimax_h3_i2v,
 )  # fmt: skip
 
 

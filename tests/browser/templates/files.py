@@ -8,6 +8,7 @@ FLUX_TEXT = "comfyanonymous/flux_text_encoders"
 WAN_21 = "Comfy-Org/Wan_2.1_ComfyUI_repackaged:split_files"
 WAN_22 = "Comfy-Org/Wan_2.2_ComfyUI_Repackaged:split_files"
 QWEN = "Comfy-Org/Qwen-Image_ComfyUI:split_files"
+MINIMAX = "Comfy-Org/MiniMax-H3:"
 HUNYUAN = "Comfy-Org/HunyuanVideo_1.5_repackaged:split_files"
 
 
@@ -64,3 +65,7 @@ LTX_2 = _file("checkpoints", "Lightricks/LTX-2:ltx-2-19b-dev.safetensors")
 GEMMA = _file("text_encoders", "Comfy-Org/ltx-2:split_files/text_encoders/gemma_3_12B_it.safetensors")
 SDXL = _file("checkpoints", "stabilityai/stable-diffusion-xl-base-1.0:sd_xl_base_1.0.safetensors")
 SDXL_CONTROL = _file("controlnet", "xinsir/controlnet-union-sdxl-1.0:diffusion_pytorch_model_promax.safetensors")
+MINIMAX_H3 = _file("diffusion_models", f"{MINIMAX}diffusion_models/minimax_h3_fl2va_pruned_int8_convrot.safetensors")
+QWEN_3_VL = _file("text_encoders", f"{MINIMAX}text_encoders/qwen3vl_32b_minimax_h3_nvfp4_awq.safetensors")
+MINIMAX_VAE = _file("vae", f"{MINIMAX}vae/minimax_h3_video_vae_fp16.safetensors")
+MINIMAX_AUDIO_VAE = _file("vae", f"{MINIMAX}vae/minimax_h3_audio_vae_fp32.safetensors")

@@ -17,6 +17,8 @@ from .graph import Node, Template
 
 GPUS = 4  # of the machine in the picture, or of both where there are two
 OF_UNETS = ("CheckpointLoaderSimple", "EmptyLatentImage")  # the nodes of a UNet here
+WITH_SOUND = {"LTXVEmptyLatentAudio", "MiniMaxH3ImageToVideo"}
+BY_TILES = {"MiniMaxH3ImageToVideo"}
 SAMPLERS = ("CPSampler", "CPSamplerAdvanced", "CPSamplerCustom", "KSampler")
 
 
@@ -37,7 +39,7 @@ class Scene:
     passes: tuple[str, ...]
     given: tuple[str, ...]
     sound: bool
-    rows: bool
+    vae: str
 
     @classmethod
     def of(cls, template: Template) -> Scene:
@@ -56,8 +58,8 @@ class Scene:
             steps=int(values.get("steps", 0)),
             passes=tuple(node.title for node in samplers) if len(samplers) > 1 else ("",),
             given=tuple(_given(template.nodes)),
-            sound="LTXVEmptyLatentAudio" in kinds,
-            rows="CPVAE" in kinds,
+            sound=bool(kinds & WITH_SOUND),
+            vae="" if "CPVAE" not in kinds else "by tiles" if kinds & BY_TILES else "by rows",
         )
 
     @property

@@ -137,3 +137,46 @@ def ltx_2() -> Template:
     seen = t.add("VAEDecode", 6, samples=apart, vae=loaded[2])
     save(t, 7, seen, fps=24.0, audio=heard)
     return t
+
+
+def minimax_h3_t2v() -> Template:
+    about = (
+        "From the prompt to the video on all GPUs: the text encoder on the one with most room, picture and sound "
+        "sampled together, and with CP VAE the tiles of the video shared out, to the same bits. The sound is decoded "
+        "on one GPU."
+    )
+    t = Template(name="cp_minimax_h3_t2v", title="MiniMax H3", kind="text to video with sound", about=about, size=44)
+    minimax_h3(t)
+    return t
+
+
+def minimax_h3_i2v() -> Template:
+    about = (
+        "The video begins with the picture; a last frame can be given too. With CP VAE all GPUs encode the frames and "
+        "decode the video, each some of the tiles, to the same bits."
+    )
+    t = Template(name="cp_minimax_h3_i2v", title="MiniMax H3", kind="image to video with sound", about=about, size=44)
+    minimax_h3(t, first_frame=t.add("LoadImage", 1, image=EXAMPLE))
+    return t
+
+
+def minimax_h3(t: Template, **frames: Node) -> None:
+    cut = config(t, 1)
+    network = model(t, files.MINIMAX_H3)
+    clip = t.add("CPCLIP", 2, cp_config=cut, clip=t.add("CLIPLoader", 0, clip_name=files.QWEN_3_VL, type="minimax"))
+    vae = t.add("CPVAE", 2, cp_config=cut, vae=t.add("VAELoader", 0, vae_name=files.MINIMAX_VAE))
+    voice = t.add("VAELoader", 0, vae_name=files.MINIMAX_AUDIO_VAE)
+    start = t.add(
+        "MiniMaxH3ImageToVideo", 3, clip=clip, vae=vae, prompt=f"{SEA}. Audio: quiet waves, distant gulls", width=1344,
+        height=768, length=124, **frames,
+    )  # fmt: skip
+    out = t.add(
+        "CPSamplerCustom", 5, noise=t.add("RandomNoise", 4, noise_seed=1),
+        guider=t.add("BasicGuider", 4, model=network, conditioning=start),
+        sampler=t.add("KSamplerSelect", 4, sampler_name="res_multistep"),
+        sigmas=t.add("BasicScheduler", 4, model=network, scheduler="simple", steps=20, denoise=1.0),
+        latent_image=start[1], cp_config=cut,
+    )  # fmt: skip
+    seen = t.add("VAEDecode", 6, samples=out, vae=vae)
+    heard = t.add("VAEDecodeAudio", 6, samples=out, vae=voice)
+    save(t, 7, seen, fps=24.0, audio=heard)

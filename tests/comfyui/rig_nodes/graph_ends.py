@@ -149,7 +149,19 @@ def conditioning(spec: dict[str, Any], dice: torch.Generator) -> list[list[Any]]
         seen = options["clip_vision_output"] = comfy.clip_vision.Output()
         seen["penultimate_hidden_states"] = seen["last_hidden_state"] = _drawn(spec["seen"], dice)
         seen["image_sizes"] = [torch.Size((3, 224, 224))]
-    return [[text, options | spec.get("values", {})]]
+    return [[text, options | _with_tensors(spec.get("values", {}), dice)]]
+
+
+def _with_tensors(value: Any, dice: torch.Generator) -> Any:
+    """`value` with a tensor for each {"drawn": shape} in it."""
+    match value:
+        case {"drawn": shape}:
+            return _drawn(shape, dice)
+        case dict():
+            return {name: _with_tensors(one, dice) for name, one in value.items()}
+        case list():
+            return [_with_tensors(one, dice) for one in value]
+    return value
 
 
 def _drawn(shape: list[Any], dice: torch.Generator) -> Any:
