@@ -121,7 +121,8 @@ class VAEJob:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EncodingJob:
-    """One call of a text encoder's `method` on the worker `rank`, the only one that has its weights.
+    """One call of a text encoder's `method` on the workers `ranks`, which have its weights: one has them all, or each
+    has as many of its units (`encoder_units`) as `stages` says.
 
     `described` has the `arguments` by name, such as tokens; the `options` of each call of `set_clip_options` before it;
     and `hook_patches`, the weight patches of the hooks in force, by weight. `weight_patches` are those on the CLIP;
@@ -129,9 +130,10 @@ class EncodingJob:
     """
 
     method: EncoderMethod
-    rank: int
+    ranks: list[int]
     described: Described
     weight_patches: Described | None
+    stages: list[int] = field(default_factory=list)
 
 
 Job = SamplingJob | EvaluationJob | DemoJob | VAEJob | EncodingJob
@@ -145,4 +147,4 @@ def is_outer_method(name: str) -> bool:
 
 def answering_rank(job: Job) -> int:
     """Returns the rank whose result is that of the job."""
-    return job.rank if isinstance(job, EncodingJob) else 0
+    return job.ranks[0] if isinstance(job, EncodingJob) else 0

@@ -35,6 +35,7 @@ from ..describe.refused_event import announce_refusals
 from ..describe.sampling_job import check_conds, check_latent, describe_conds, describe_on_model, text_tokens
 from ..describe.vae import explain_decode
 from ..remote.lease import dry_run, run_kind
+from ..remote.remote_encoder import explain_encoder
 from ..remote.sampling_run import model_on_workers
 from ..server.settings import request_from
 from ..server.status_events import untested
@@ -70,6 +71,10 @@ class CPPlan(io.ComfyNode):
                     "vae", optional=True,
                     tooltip="The VAE that will decode the result: adds the cost of decoding, here and with CP VAE.",
                 ),
+                io.Clip.Input(
+                    "clip", optional=True,
+                    tooltip="The CLIP that encodes the prompts: adds where its text encoder goes beside the model.",
+                ),
                 io.Boolean.Input(
                     "measure", default=False, optional=True,
                     tooltip="Take a few steps on 1, 2, 4, ... GPUs of this machine, and show the seconds per step. The "
@@ -101,10 +106,13 @@ class CPPlan(io.ComfyNode):
         cp_config: ParallelRequest | None = None,
         cfg: float = 8.0,
         vae: Any = None,
+        clip: Any = None,
         measure: bool = False,
     ) -> io.NodeOutput:
         request = request_from(cp_config)
-        made, measured, recommended = _explain(model, latent_image, positive, request, cfg, vae, take_times=measure)
+        made, measured, recommended = _explain(
+            model, latent_image, positive, request, cfg, vae, clip, take_times=measure
+        )
         if newer := untested():
             made = replace(made, rows=(*made.rows, Row("Note", newer, "note")))
         parts = [{**asdict(part), "lane": to_json(part.lane)} for part in made.parts]
@@ -119,6 +127,7 @@ def _explain(
     request: ParallelRequest,
     cfg: float,
     vae: Any,
+    clip: Any,
     *,
     take_times: bool,
 ) -> tuple[Report, dict[str, Any], ParallelRequest]:
@@ -157,6 +166,7 @@ def _explain(
         devices = ",".join(plan.placement.devices) if plan.left_out else request.devices
         recommended = replace(request, devices=devices, **degrees.by_name)
     decode = explain_decode(vae, subject.latent, plan.placement, profile) if vae is not None else ""
+    encode = explain_encoder(clip, plan, seen.inputs.capacity.of(plan.ranks)) if clip is not None else ()
     if seen.refused is not None:
         troubles.append(_trouble_row("trouble.weights", seen.refused))
     kind = run_kind(described.spec, work, request)
@@ -164,8 +174,8 @@ def _explain(
     pace = next((one for one in paces if one.setup == setup), None)
     made = report(
         subject, plan, seen.inputs,
-        free=[reading.free_bytes + reading.rank_bytes for reading in readings], decode=decode, pace=pace,
-        troubles=troubles, compared=seen.compared,
+        free=[reading.free_bytes + reading.rank_bytes for reading in readings],
+        decode=decode, encode=encode, pace=pace, troubles=troubles, compared=seen.compared,
     )  # fmt: skip
     fix = [asdict(change) for change in changes(requested, request)]
     measured = {"times": [_pace_json(one) for one in paces], "split": _setup_json(setup)}

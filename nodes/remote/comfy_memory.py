@@ -23,6 +23,7 @@ from ...parallel_runtime.errors import ParallelError
 from ...parallel_runtime.group.limits import limits_by_worker
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.group.worker_group import WorkerGroup
+from ...parallel_runtime.planning.encoder_placement import EncoderPlacement
 from ...parallel_runtime.planning.memory_model import Capacity
 from ...parallel_runtime.planning.misfit import GIB
 from ...parallel_runtime.planning.run_plan import Estimate
@@ -105,6 +106,7 @@ class GroupModel:
     needed: Estimate
     patchers: list[WorkerModelPatcher] = field(default_factory=list)
     unload_after_run: bool = False  # ComfyUI unloaded it in the middle of a run
+    encoder: EncoderPlacement | None = None  # of a text encoder
 
     def __post_init__(self) -> None:
         for device, size in sum_by_device(self.group.placement, self.needed.weight_bytes_by_rank).items():

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import comfy.model_management
 import comfy.sd
 from comfy.hooks import HookGroup
+from comfy.model_management import module_size
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from ...parallel_runtime.errors import say
+from ...parallel_runtime.architectures.network_modules import encoder_units
+from ...parallel_runtime.errors import Refused, say
+from ...parallel_runtime.explain.plan_words import text_encoder
 from ...parallel_runtime.jobs import EncoderMethod, EncodingJob
-from ...parallel_runtime.planning.encoder_rank import encoder_rank
+from ...parallel_runtime.planning.encoder_placement import EncoderPlacement, EncoderSize, place_encoder
+from ...parallel_runtime.planning.memory_model import Capacity
 from ...parallel_runtime.planning.run_plan import Estimate, RunPlan
 from ...parallel_runtime.request import ParallelRequest
-from ...parallel_runtime.specs import ModelSpec, Parallelism
-from ..describe.clip import check_encoder, describe_encoding, with_patches
+from ...parallel_runtime.specs import ModelSpec, Parallelism, Placement
+from ..describe.clip import check_encoder, describe_clip, describe_encoding, with_patches
 from ..describe.describer import describer
 from ..describe.model import describe_weight_patches
 from ..describe.vae import NotParallel
@@ -28,6 +31,8 @@ from .lease import Lease, lease_workers, progress_bar
 from .remote_vae import placement_for
 
 log = logging.getLogger(__name__)
+
+GENERATES_WHILE_ENCODING = "comfy.text_encoders.ace15"  # reads the weights of a layer that only one stage has
 
 # What nodes put onto a CLIP's ModelPatcher, and where it is loaded.
 STATE = (
@@ -106,45 +111,104 @@ class RemoteEncoder:
         self._called, patcher = True, self._clip.patcher
         check_encoder(patcher)
         spec, described = with_patches(self._spec, patcher), describe_encoding(patcher, arguments, self._options)
-        weight_patches = describe_weight_patches(patcher, describer(packs=False))
+        of_packs = describer()
+        weight_patches = describe_weight_patches(patcher, of_packs)
+        if of_packs.packs:
+            raise NotParallel(say("clip.patched", what=min(of_packs.packs)))
+        size = self._size(method, next(iter(arguments.values())))
         with lease_workers(spec, placement_for(self._request)) as lease:
-            rank, plan = self._plan(lease, next(iter(arguments.values())))
-            if lack := lease.claim(plan, limited=True):
-                if lease.loaded is not None:
-                    lease.loaded.free()
+            placed = self._place(lease, size)
+            plan = _plan(lease.group.placement, placed, size)
+            lack = lease.claim(plan, limited=True)
+            assert lease.loaded is not None
+            if lack:
+                lease.loaded.free()
                 raise NotParallel(lack.sentence)
-            job = EncodingJob(method=method, rank=rank, described=described, weight_patches=weight_patches)
+            lease.loaded.encoder = placed
+            job = EncodingJob(
+                method=method,
+                ranks=list(placed.ranks),
+                stages=list(placed.stages),
+                described=described,
+                weight_patches=weight_patches,
+            )
             result = lease.run(plan, job, on_step=progress_bar())
-        device = plan.placement.devices[rank]
-        log.info("[CP] text encoded on %s in %.2f s, loaded in %.2f s", device, result.seconds, result.load_seconds)
+        devices = ", ".join(plan.placement.devices[rank] for rank in placed.ranks)
+        log.info("[CP] text encoded on %s in %.2f s, loaded in %.2f s", devices, result.seconds, result.load_seconds)
         here = comfy.model_management.intermediate_device()
         return tree_map_only(Tensor, lambda tensor: tensor.to(here), result.value["returned"])
 
-    def _plan(self, lease: Lease, tokens: Any) -> tuple[int, RunPlan]:
-        """Returns the rank that encodes: the one that has the encoder, else the one with the most room; and a plan with
-        its bytes. Raises Refused where it fits nowhere."""
-        placement, loaded = lease.group.placement, lease.loaded
-        weight_bytes, workspace = self._clip.patcher.model_size(), self._workspace_bytes(tokens)
-        if loaded is not None:
-            rank = max(range(len(placement.devices)), key=loaded.needed.weight_bytes_by_rank.__getitem__)
-        else:
-            budgets = lease.budget_bytes()[: len(placement.devices)]
-            limited_by = LIMIT if user_limits(placement.world_size) else ""
-            rank = encoder_rank(weight_bytes + workspace, room_bytes(lease.group), budgets, limited_by)
+    def _place(self, lease: Lease, size: EncoderSize) -> EncoderPlacement:
+        """Returns the workers that have the encoder, else those that shall have it. Raises Refused where it fits
+        nowhere."""
+        loaded, placement = lease.loaded, lease.group.placement
+        if loaded is not None and loaded.encoder is not None:
+            if size.staged or not loaded.encoder.stages:
+                return loaded.encoder
+            loaded.free()
+        budgets = lease.budget_bytes()[: len(placement.devices)]
+        limited_by = LIMIT if user_limits(placement.world_size) else ""
+        placed = place_encoder(size, room_bytes(lease.group), budgets, limited_by)
+        if placed.stages:
+            log.info("[CP] the text encoder is in stages on workers %s", ", ".join(map(str, placed.ranks)))
+        elif placed.weights.mode == "offload":
+            log.info("[CP] the text encoder's blocks are in main memory and fetched as they run")
+        return placed
 
-        def on_rank(size: int) -> Sequence[int]:
-            return tuple(size * (each == rank) for each in range(placement.world_size))
-
-        needed = Estimate(
-            weight_bytes_by_rank=tuple(on_rank(weight_bytes)),
-            activation_bytes_by_rank=tuple(on_rank(workspace)),
-            buffer_bytes_by_rank=tuple(on_rank(0)),
-        )
-        degrees = Parallelism(data_degree=placement.world_size)
-        return rank, RunPlan(degrees=degrees, placement=placement, estimate=needed)
+    def _size(self, method: EncoderMethod, tokens: Any) -> EncoderSize:
+        return encoder_size(self._clip.patcher, staged=method != "generate", workspace=self._workspace_bytes(tokens))
 
     def _workspace_bytes(self, tokens: Any) -> int:
         """Returns the bytes that ComfyUI counts for the activations of these tokens."""
-        estimate, device = getattr(self._native, "memory_estimation_function", None), self._clip.patcher.load_device
-        least = 0 if device.type == "cpu" else comfy.model_management.minimum_inference_memory()
-        return int(max(least, 0 if estimate is None else estimate(tokens, device=device)))
+        estimate, patcher = getattr(self._native, "memory_estimation_function", None), self._clip.patcher
+        needed = 0 if estimate is None else int(estimate(tokens, device=patcher.load_device))
+        return max(_least_workspace(patcher), needed)
+
+
+def encoder_size(patcher: ModelPatcher, *, staged: bool, workspace: int) -> EncoderSize:
+    """Returns the bytes of a CLIP's text encoder for a call that may be `staged`."""
+    layers, blocks = ([*map(module_size, units)] for units in encoder_units(patcher.model))
+    return EncoderSize(
+        layers=tuple(layers),
+        blocks=tuple(blocks),
+        other=max(0, patcher.model_size() - sum(layers) - sum(blocks)),
+        workspace=workspace,
+        staged=staged and type(patcher.model).__module__ != GENERATES_WHILE_ENCODING,
+    )
+
+
+def _plan(placement: Placement, placed: EncoderPlacement, size: EncoderSize) -> RunPlan:
+    """Returns a plan with the bytes of the workers that have the encoder."""
+    weights = dict(zip(placed.ranks, placed.weight_bytes, strict=True))
+    ranks = range(placement.world_size)
+    needed = Estimate(
+        weight_bytes_by_rank=tuple(weights.get(rank, 0) for rank in ranks),
+        activation_bytes_by_rank=tuple(size.workspace * (rank in weights) for rank in ranks),
+        buffer_bytes_by_rank=tuple(placed.buffer_bytes * (rank in weights) for rank in ranks),
+    )
+    degrees = Parallelism(data_degree=placement.world_size)
+    return RunPlan(degrees=degrees, placement=placement, weights=placed.weights, estimate=needed)
+
+
+def explain_encoder(clip: Any, plan: RunPlan, capacity: Capacity) -> tuple[str, ...]:
+    """Returns sentences on where the text encoder of a CLIP, with or without CP CLIP, goes beside a planned network."""
+    remote = isinstance(clip.cond_stage_model, RemoteEncoder)
+    try:
+        if not remote:
+            describe_clip(clip)
+        size = encoder_size(clip.patcher, staged=True, workspace=_least_workspace(clip.patcher))
+        budgets = capacity.budget_bytes(plan.placement.world_size)[: len(plan.placement.devices)]
+        beside = budgets
+        if plan.estimate is not None:
+            each = zip(budgets, plan.estimate.weight_bytes_by_rank, strict=False)
+            beside = tuple(None if budget is None else max(0, budget - weights) for budget, weights in each)
+        placed = place_encoder(size, beside, budgets, capacity.limited_by)
+    except (NotParallel, Refused) as reason:
+        return (say("encode.comfyui", reason=reason.sentence if isinstance(reason, Refused) else reason.args[0]),)
+    sentences = text_encoder(placed, size, plan.placement.devices)
+    return sentences if remote else (say("encode.without"), *sentences)
+
+
+def _least_workspace(patcher: ModelPatcher) -> int:
+    """Returns the bytes for activations that ComfyUI always counts."""
+    return 0 if patcher.load_device.type == "cpu" else int(comfy.model_management.minimum_inference_memory())

@@ -1,8 +1,9 @@
-"""The modules of a network that its plan names, and those that choose their own attention. Knows no ranks."""
+"""The modules of a network that its plan names, its blocks where it has no plan, and those that choose their own
+attention. Knows no ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -11,6 +12,7 @@ from .row_plan import RowPlan
 from .split_plan import ModulePlan, Names, SplitPlan
 
 CHOOSES = "ComfyAttention"  # the class of modules that may choose an attention function
+LARGE_FRACTION = 0.02  # of the model's weights: smaller layers are on every device
 Stack = nn.ModuleList | nn.ModuleDict
 
 
@@ -30,6 +32,33 @@ def _outermost(module: nn.Module, classes: Names) -> list[nn.Module]:
     for child in module.children():
         outermost += [child] if type(child).__name__ in classes else _outermost(child, classes)
     return outermost
+
+
+def outermost_blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """Yields what the network's lists of modules hold, without lists inside of these."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.Sequential):
+            yield from child
+        else:
+            yield from outermost_blocks(child)
+
+
+def large_layers(network: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
+    """Returns layers outside of `blocks` with more than LARGE_FRACTION of the network's weights."""
+    inside = {id(module) for block in blocks for module in block.modules()}
+    minimum_bytes = LARGE_FRACTION * weight_bytes(network)
+    layers = [module for module in network.modules() if not list(module.children()) and id(module) not in inside]
+    return [layer for layer in layers if weight_bytes(layer) > minimum_bytes]
+
+
+def weight_bytes(module: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())
+
+
+def encoder_units(encoder: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Returns the parts of a text encoder that workers can share out: large layers outside of blocks, and blocks."""
+    blocks = [block for block in outermost_blocks(encoder) if weight_bytes(block)]
+    return large_layers(encoder, blocks), blocks
 
 
 def modules_of(network: nn.Module, module_plan: ModulePlan) -> list[nn.Module]:

@@ -106,14 +106,15 @@ def report(
     *,
     free: Sequence[int] = (),
     decode: str | tuple[str, ...] = "",
+    encode: tuple[str, ...] = (),
     pace: Pace | None = None,
     troubles: Sequence[Row] = (),
     compared: Sequence[str] = (),
 ) -> Report:
     """Returns the report on the `plan` of these inputs, which has no estimate where its weights fit nowhere. `free` are
     the bytes that each worker could take of its device at this moment, () where none has measured. `decode` has the
-    sentences on a VAE, `pace` is that of a run of this plan. Refusals, the `troubles`, come first; `compared` says how
-    long other devices and degrees would take."""
+    sentences on a VAE, `encode` those on a text encoder, `pace` is that of a run of this plan. Refusals, the
+    `troubles`, come first; `compared` says how long other devices and degrees would take."""
     work, degrees, placement, request = subject.work, plan.degrees, plan.placement, inputs.request
     profile, capacity = inputs.profile_of(plan), inputs.capacity.of(plan.ranks)
     measured = profile is not None and profile.bytes_per_second > 0
@@ -143,6 +144,7 @@ def report(
         Row("Weights", weights(plan, work, capacity)),
         Row("Traffic", (*_traffic(work, degrees), _float8(work, degrees, profile))),
         Row("Launch", _launch(subject, plan)),
+        Row("Encoder", encode),
         Row("Decode", decode),
         *(Row("Note", text, "note") for text in notes),
     ]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from ..errors import Sentence, listed, say
+from ..planning.encoder_placement import EncoderPlacement, EncoderSize
 from ..planning.memory_model import Capacity, MemoryModel
 from ..planning.misfit import GIB, size_in_words
 from ..planning.network_stats import NetworkStats, Work
@@ -148,3 +149,17 @@ def _memory_of_each(placement: Placement, needed: Sequence[int], free: Sequence[
         return say("memory.each.unknown", each=", ".join(needs))
     each = (f"{one} / {size_in_words(size)}" for one, size in zip(needs, free, strict=True))
     return say("memory.each", each=", ".join(each))
+
+
+def text_encoder(placed: EncoderPlacement, size: EncoderSize, devices: Sequence[str]) -> tuple[Sentence, ...]:
+    """Says where a text encoder goes, and whether a network makes room for it."""
+    named = [devices[rank] for rank in placed.ranks]
+    each = [f"{name} {size_in_words(weights)}" for name, weights in zip(named, placed.weight_bytes, strict=True)]
+    if placed.stages:
+        where = say("encode.stages", parts=", ".join(each))
+    elif placed.weights.mode == "offload":
+        resident, blocks = placed.weights.resident_blocks, len(size.blocks)
+        where = say("encode.offload", device=named[0], resident=resident, blocks=blocks)
+    else:
+        where = say("encode.whole", device=named[0], size=size_in_words(size.weights))
+    return where, say("encode.beside" if placed.beside else "encode.instead")

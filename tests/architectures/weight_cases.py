@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from parallel_runtime.architectures.network_modules import blocks_of
+from parallel_runtime.architectures.network_modules import blocks_of, large_layers, weight_bytes
 from parallel_runtime.engine.comm.mesh import with_new_group
 from parallel_runtime.engine.parallelize import parallelize, unparallelize
 from parallel_runtime.engine.weights.prefetch import (
@@ -22,9 +22,7 @@ from parallel_runtime.engine.weights.prefetch import (
     FetchedModule,
     Wait,
     WeightSource,
-    large_layers,
     offloaded_blocks,
-    weight_bytes,
 )
 from parallel_runtime.engine.weights.sources import HostWeights, ShardedWeights
 

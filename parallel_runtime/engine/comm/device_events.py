@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+
+from ...architectures.network_modules import outermost_blocks
 
 POLL_SECONDS = 0.0005
 
@@ -121,12 +123,3 @@ class BlockCounter:
         if torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             return
         self._launched.append(self._make_event())
-
-
-def outermost_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """Yields what the network's lists of modules hold, without lists inside of these."""
-    for child in module.children():
-        if isinstance(child, nn.ModuleList | nn.Sequential):
-            yield from child
-        else:
-            yield from outermost_blocks(child)

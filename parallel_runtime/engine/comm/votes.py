@@ -50,9 +50,10 @@ def any_rank(flag: bool, dim: MeshDim | None = None) -> bool:
     return any(all_gather_int(int(flag), dim))
 
 
-def differing_ranks(*parts: str | bytes | Tensor) -> list[int]:
-    """Returns the ranks whose texts or tensors differ from rank 0's in any bit. Collective among all ranks."""
-    digests = all_gather_int(int(fingerprint(*parts)[:FINGERPRINT_DIGITS], 16))
+def differing_ranks(*parts: str | bytes | Tensor, dim: MeshDim | None = None) -> list[int]:
+    """Returns the ranks whose texts or tensors differ from the first one's in any bit. Collective as
+    `all_gather_ints`."""
+    digests = all_gather_int(int(fingerprint(*parts)[:FINGERPRINT_DIGITS], 16), dim)
     return [rank for rank, digest in enumerate(digests) if digest != digests[0]]
 
 

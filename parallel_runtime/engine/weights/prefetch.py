@@ -1,5 +1,5 @@
 """Fetches the weights of one network just before they are needed, one block ahead, into two buffers in turn; and says
-which modules to fetch from where: blocks, and large layers outside of them."""
+which modules to fetch from where."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from .sources import HostWeights, ShardedWeights, Wait, WeightSource
 
 LAYER_BUFFER = BLOCK_BUFFERS  # the one that layers outside of blocks share
 NOT_FETCHED = LAYER_BUFFER + 1  # instead of a buffer, for a module that only other ranks fetch
-LARGE_FRACTION = 0.02  # of the model's weights: smaller layers are on every device
 
 
 @dataclass(eq=False)
@@ -122,13 +121,13 @@ class BlockPrefetcher:
 
     def seal(self) -> None:
         """Waits until all ranks have stored their weights. Collective."""
-        if differing_ranks(*(entry.flat_block.layout for entry in self._modules)):
+        if differing_ranks(*(entry.flat_block.layout for entry in self._modules), dim=self.source.dim):
             raise RuntimeError("the ranks laid out a model's weights in different ways")
         for entry, part in zip(self._modules, self.source.seal(), strict=True):
             entry.part = entry.original_part = part
         self._run_in([entry for entry in self.offloaded if entry.buffer != LAYER_BUFFER])
         if self.offloaded and self.source.staged:
-            self._handles.append(self._network.register_forward_pre_hook(self._begin))
+            self._handles.append(self._network.register_forward_pre_hook(self.begin))
             for entry in self.offloaded:
                 hook = partial(self._before_block, entry)
                 self._handles.append(entry.module.register_forward_pre_hook(hook, prepend=True))
@@ -183,7 +182,8 @@ class BlockPrefetcher:
             module._parameters[name] = weight
 
     @torch.compiler.disable
-    def _begin(self, *_: Any) -> None:
+    def begin(self, *_: Any) -> None:
+        """Makes room for the blocks of an evaluation, and fetches the first one."""
         ran, self._ran = list(self._ran), {}
         if len(ran) == len(self._order) and ran != self._order:
             self._run_in(ran)
@@ -247,15 +247,3 @@ def offloaded_blocks(blocks: list[nn.Module], resident: int, residents: Collecti
         total, numbered = len(resident_blocks), enumerate(resident_blocks)
         resident_blocks = [block for n, block in numbered if (n + 1) * count // total != n * count // total]
     return [block for block in blocks if block not in resident_blocks]
-
-
-def large_layers(network: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
-    """Returns layers outside of `blocks` with more than LARGE_FRACTION of the network's weights."""
-    inside = {id(module) for block in blocks for module in block.modules()}
-    minimum_bytes = LARGE_FRACTION * weight_bytes(network)
-    layers = [module for module in network.modules() if not list(module.children()) and id(module) not in inside]
-    return [layer for layer in layers if weight_bytes(layer) > minimum_bytes]
-
-
-def weight_bytes(module: nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in module.parameters())

@@ -28,14 +28,17 @@ Wait = Callable[[], object]  # waits for a fetch
 
 class HostWeights:
     """Weights in main memory, once a machine: memory files that its ranks write in turn, and all of them map. On the
-    CPU blocks run there, and are not `staged`. `ranks` (global) are those of this machine, `rank` is this one.
+    CPU blocks run there, and are not `staged`. `ranks` (global) are those of this machine, `rank` is this one; `dim`
+    has the ranks that store weights at once, None for all.
     """
 
     ranks = 1  # that a block is sharded over
     device_bytes = 0
 
-    def __init__(self, device: torch.device, ranks: Sequence[int], rank: int, *, staged: bool) -> None:
-        self.staged = staged
+    def __init__(
+        self, device: torch.device, ranks: Sequence[int], rank: int, *, staged: bool, dim: MeshDim | None = None
+    ) -> None:
+        self.staged, self.dim = staged, dim
         self._peers = list(ranks)
         self._local_index = self._peers.index(rank)
         self._file = os.memfd_create("cp-weights", os.MFD_CLOEXEC)
@@ -59,7 +62,7 @@ class HostWeights:
 
     def seal(self) -> list[Tensor]:
         """Waits until all ranks have written, and returns every block's bytes. Collective."""
-        files = all_gather_int(os.getpid() << FD_BITS | self._file)
+        files = all_gather_int(os.getpid() << FD_BITS | self._file, self.dim)
         for peer, size in zip(self._peers, self._file_bytes, strict=True):
             self._mapped_files.append(_map_file(files[peer], size))
         to_lock = [memory for memory in self._mapped_files if memory.numel() and self._stream is not None]
@@ -126,6 +129,7 @@ class ShardedWeights:
     """
 
     staged = True
+    dim = None  # all ranks store weights at once
 
     def __init__(self, mesh_dim: MeshDim) -> None:
         self._mesh_dim = mesh_dim

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import itemgetter
@@ -21,6 +20,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ...architectures import architecture_of
+from ...architectures.network_modules import blocks_of
+from ...engine.comm.mesh import MeshDim
 from ...engine.comm.ranks import rank
 from ...engine.comm.votes import all_gather_int, any_rank, refuse_on_all_ranks
 from ...engine.graphs.graph_runner import Unrecordable
@@ -81,6 +82,16 @@ class ComfyModel(Model):
         ranks = all_gather_int(PRECISIONS.index(local) if local in PRECISIONS else len(PRECISIONS))
         return PRECISIONS[min(ranks)] if len(set(ranks)) > 1 else None
 
+    @property
+    def dim(self) -> MeshDim | None:
+        """The ranks that have the model; None for all."""
+        return None
+
+    @property
+    def remote_paths(self) -> list[str]:
+        """The modules that only other ranks have, by their names in the patched model."""
+        return [f"diffusion_model.{block.path}" for block in (self.stages.remote_blocks if self.stages else ())]
+
     def split(self, parallelism: Parallelism) -> None:
         super().split(parallelism)
         if self.partner is not None and self.spec.partner is not None:
@@ -106,7 +117,9 @@ class ComfyModel(Model):
         placement = placement if plan else None
         if placement is not (state.offload_set and state.offload_set.placement):
             self.offload()
-            state.offload_set = OffloadSet.of(self.network, plan, placement) if plan and placement else None
+            state.offload_set = (
+                OffloadSet.of(self.network, blocks_of(self.network, plan), placement) if plan and placement else None
+            )
         if self.partner is not None:
             self.partner.place_weights(placement)
 
@@ -164,21 +177,22 @@ class ComfyModel(Model):
         if self.weight_patches[0] != self.spec.patches_fingerprint:
             if patches is None:
                 raise Refused("weights.unsent")
-            # One rank may lack a pack that has code of them; a text encoder's have none, and are on one rank alone.
-            with nullcontext() if self.spec.text_encoder else refuse_on_all_ranks():
+            with refuse_on_all_ranks(self.dim):  # one may lack a pack that has code of them
                 self.weight_patches = (self.spec.patches_fingerprint, rebuild(patches))
             self.clear_kv_cache()
         made: RankPatcher = self.patcher.clone()
         made.on_progress = on_progress
-        remote_blocks = self.stages.remote_blocks if self.stages else ()
-        remote = tuple(f"diffusion_model.{block.path}." for block in remote_blocks)
-        each = self.weight_patches[1].items()
-        made.patches = {key: list(value) for key, value in each if not key.startswith(remote)}
+        made.patches = {key: list(value) for key, value in self.local_patches(self.weight_patches[1]).items()}
         name = self.spec.compute_dtype
         if dtype := getattr(torch, name) if name else self.common_compute_dtype:
             made.set_model_compute_dtype(dtype)
         made.patches_uuid = uuid.uuid5(uuid.NAMESPACE_OID, f"{self.spec.patches_fingerprint} {self.spec.compute_dtype}")
         return made
+
+    def local_patches(self, patches: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        """Returns the patches of weights that this rank has."""
+        remote = tuple(f"{path}." for path in self.remote_paths)
+        return {key: value for key, value in patches.items() if not key.startswith(remote)}
 
     def with_partner(self, weight_patches: Sequence[Described | None]) -> list[tuple[ComfyModel, Described | None]]:
         """Returns this model with its weight patches; and the model of the negative prompt with its own, where the

@@ -16,9 +16,8 @@ import comfy.utils
 import torch
 from comfy.model_patcher import LowVramPatch, ModelPatcher, get_key_weight, key_param_name_to_key
 
-from ...architectures.network_modules import blocks_of
-from ...architectures.split_plan import SplitPlan
-from ...engine.weights.prefetch import BlockPrefetcher, RankPlacement, large_layers, offloaded_blocks, weight_bytes
+from ...architectures.network_modules import large_layers, weight_bytes
+from ...engine.weights.prefetch import BlockPrefetcher, RankPlacement, offloaded_blocks
 from ...loading.mapped import Backup, Mapped
 
 UNLIMITED_BYTES = 1e32
@@ -49,8 +48,8 @@ class OffloadSet:
     offloaded: list[torch.nn.Module]
 
     @classmethod
-    def of(cls, network: torch.nn.Module, plan: SplitPlan, placement: RankPlacement) -> OffloadSet:
-        blocks, least = blocks_of(network, plan), min(placement.resident_counts)
+    def of(cls, network: torch.nn.Module, blocks: list[torch.nn.Module], placement: RankPlacement) -> OffloadSet:
+        least = min(placement.resident_counts)
         layers = [] if least else large_layers(network, blocks)
         local = offloaded_blocks(blocks, placement.resident_blocks, placement.resident_counts)
         on_any_rank = offloaded_blocks(blocks, least, placement.resident_counts)
@@ -304,7 +303,8 @@ class RankPatcher(Mapped):
         offload_set = self.weight_state.offload_set
         assert offload_set is not None
         placement = offload_set.placement
-        prefetcher = BlockPrefetcher(self.model.diffusion_model, placement.source(), placement.buffers)
+        network: Any = getattr(self.model, "diffusion_model", self.model)
+        prefetcher = BlockPrefetcher(network, placement.source(), placement.buffers)
         listed = {id(module): (name, params) for *_, name, module, params in self._load_list()}
         for number, unit in enumerate(units := [*offload_set.blocks, *offload_set.layers]):
             if any(parameter.is_meta for parameter in unit.parameters()):

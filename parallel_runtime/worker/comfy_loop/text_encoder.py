@@ -1,9 +1,11 @@
-"""ComfyUI's text encoders: each is loaded by ComfyUI's own loader, whole on one rank, which runs it alone."""
+"""ComfyUI's text encoders: each is loaded by ComfyUI's own loader, whole on one rank, which runs it alone, or in stages
+on several."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import comfy.hooks
@@ -12,9 +14,12 @@ import comfy.utils
 import torch
 from torch import nn
 
-from ...engine.comm.device_events import outermost_blocks
+from ...architectures.network_modules import encoder_units, outermost_blocks
 from ...engine.comm.mesh import MeshDim
 from ...engine.comm.ranks import rank
+from ...engine.pipeline.owned_modules import BAD_INPUT, OwnedModules
+from ...engine.weights.prefetch import RankPlacement
+from ...engine.weights.sources import HostWeights
 from ...errors import Refused
 from ...jobs import EncodingJob, Job
 from ...loading.code_names import named, qualified_name
@@ -25,18 +30,56 @@ from ...specs import ModelSpec
 from ..models import Model
 from ..process.progress import Progress
 from .comfy_model import ComfyModel, arguments_of
-from .patcher import DynamicVram, RankPatcher, WeightState
+from .patcher import DynamicVram, OffloadSet, RankPatcher, WeightState
 
 CPU = torch.device("cpu")
-BAD_INPUT = (AttributeError, LookupError, TypeError, ValueError)  # raised for tokens of another text encoder
+
+
+class Absent(Model):
+    """A text encoder on a rank that has nothing of it."""
+
+    def place_weights(self, placement: RankPlacement | None) -> None:
+        pass
+
+
+@dataclass(eq=False, kw_only=True)
+class Encoder(ComfyModel):
+    """A text encoder on the `ranks` that have it; of its parts in `owned` each has some."""
+
+    ranks: list[int]
+    owned: OwnedModules
+    placement: RankPlacement | None = None
+    common_compute_dtype = None  # the host names the dtype of computation
+
+    @property
+    def dim(self) -> MeshDim:
+        """The ranks that have the encoder."""
+        size, index = len(self.ranks), self.ranks.index(rank())
+        return replace(self.mesh.data, size=size, index=index, ranks=tuple(self.ranks), shares=())
+
+    @property
+    def remote_paths(self) -> list[str]:
+        return self.owned.paths
+
+    def place_weights(self, placement: RankPlacement | None) -> None:
+        """Keeps blocks in main memory, of this rank alone; None keeps all weights on the device."""
+        if placement is self.placement:
+            return
+        self.offload()
+        self.placement, offload_set = placement, None
+        if placement is not None:
+            staged = self.device.type != "cpu"
+            own = replace(placement, source=lambda: HostWeights(self.device, [0], 0, staged=staged, dim=MeshDim()))
+            offload_set = OffloadSet.of(self.network, encoder_units(self.network)[1], own)
+        self.patcher.weight_state.offload_set = offload_set
 
 
 def load(spec: ModelSpec, device: torch.device, on_progress: Callable[[float], None], job: Job) -> Model:
-    """Loads the text encoder, or an empty model on a rank that does not run it. Raises Refused where this rank's
-    ComfyUI makes another one of its files."""
+    """Loads the text encoder, or its parts that this rank has, or nothing. Raises Refused where this rank's ComfyUI
+    makes another one of its files."""
     assert isinstance(job, EncodingJob)
-    if job.rank != rank():
-        return Model(spec, nn.Identity(), device=device)
+    if rank() not in job.ranks:
+        return Absent(spec, nn.Identity(), device=device)
     on_progress(0.0)
     patcher: Any = load_mapped(RankPatcher, named(spec.loader), arguments_of(spec), None)
     encoder = patcher.model
@@ -44,25 +87,33 @@ def load(spec: ModelSpec, device: torch.device, on_progress: Callable[[float], N
         raise Refused("clip.changed", kind=qualified_name(type(encoder)))
     patcher.load_device, patcher.offload_device = device, CPU
     patcher.weight_state = WeightState(dynamic_vram=DynamicVram(encoder) if spec.dynamic_vram else None)
-    return ComfyModel(spec, encoder, patcher=patcher, device=device)
+    layers, blocks = encoder_units(encoder)
+    owners = [stage for stage, units in enumerate(job.stages) for _ in range(units)]
+    owned = OwnedModules(encoder, [*layers, *blocks] if owners else [], owners, job.ranks.index(rank()))
+    patcher.size = 0  # ComfyUI counts the parts of this rank
+    return Encoder(spec, encoder, patcher=patcher, device=device, ranks=job.ranks, owned=owned)
 
 
 def run(model: Model, job: EncodingJob, progress: Progress) -> dict[str, Any]:
     """Returns {"returned": what the method returned}, and nothing on other ranks."""
-    if not isinstance(model, ComfyModel):
+    if not isinstance(model, Encoder):
         return {}
     described = rebuild(job.described)
+    model.owned.dim = model.dim
     patcher, encoder = model.clone(job.weight_patches, progress.loading), model.patcher.model
     patcher.hook_mode = comfy.hooks.EnumHookMode.MinVram
     with _keeping_other_models():
         comfy.model_management.load_models_gpu([patcher])
-    with _hooked(patcher, described["hook_patches"]), _reporting(progress, encoder):
+    if (prefetcher := patcher.weight_state.prefetcher) is not None and prefetcher.offloaded:
+        prefetcher.begin()
+    hook_patches = model.local_patches(described["hook_patches"])
+    with _hooked(patcher, hook_patches), _reporting(progress, encoder, model.dim):
         encoder.reset_clip_options()
         for options in (*described["options"], {"execution_device": model.device}):
             encoder.set_clip_options(options)
         try:
             return {"returned": getattr(encoder, job.method)(**described["arguments"])}
-        except BAD_INPUT as error:  # no other rank waits for this one
+        except BAD_INPUT as error:  # on all of its ranks
             if isinstance(error, Refused):
                 raise
             raise Refused("clip.failed", error=repr(error)) from None
@@ -94,13 +145,14 @@ def _hooked(patcher: RankPatcher, patches: dict[str, list[Any]]) -> Iterator[Non
 
 
 @contextmanager
-def _reporting(progress: Progress, encoder: nn.Module) -> Iterator[None]:
+def _reporting(progress: Progress, encoder: nn.Module, dim: MeshDim) -> Iterator[None]:
     """Reports what ComfyUI's own progress bars show, and cancels before a block, in this context."""
     before = comfy.utils.PROGRESS_BAR_HOOK
-    comfy.utils.set_progress_bar_global_hook(lambda done, total, *_, **__: progress.report_done(done, total))
+    if dim.index == 0:
+        comfy.utils.set_progress_bar_global_hook(lambda done, total, *_, **__: progress.report_done(done, total))
     with ExitStack() as hooks:
         for block in outermost_blocks(encoder):
-            hooks.enter_context(block.register_forward_pre_hook(lambda *_: progress.vote(MeshDim())))
+            hooks.enter_context(block.register_forward_pre_hook(lambda *_: progress.vote(dim)))
         try:
             yield
         finally:

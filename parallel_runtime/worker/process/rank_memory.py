@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
+from ...architectures.network_modules import weight_bytes
 from ...engine.comm.device_memory import cached_bytes, free_bytes, host_free_bytes
-from ...engine.weights.prefetch import weight_bytes
 from ...errors import Sentence, say
 from ...wire.readings import Graphs, ModelMemory, Readings
 from ..models import Model
