@@ -35,7 +35,6 @@ from comfy.model_management import cast_to_device, get_torch_device
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor, nn
 
-from ..architectures.block_patches import OF_BLOCKS
 from ..errors import Refused
 from ..wire.bundles import check_tensor
 from .code_names import (
@@ -58,6 +57,11 @@ if TYPE_CHECKING:
     from .object_codec import Parts, Rebuilder
 
 # Each run sets these attributes of objects and variables of functions before it reads them.
+# ComfyUI's replaced blocks that refer to the block which they replace, and leave it to a plan's `head_producers`.
+OF_BLOCKS = (
+    "comfy_extras.nodes_sparse_attention:make_h3_block_patch.<locals>.block_patch",
+    "comfy_extras.nodes_sparse_attention:make_h3_block_patch.<locals>.attention",
+)
 SET_BY_EACH_RUN = {
     "comfy.context_windows:IndexListContextHandler": ("_model",),
     "comfy_extras.nodes_sparse_attention:SparseAttnPatch": ("installed", "pooled", "vsa_plans", "vsa_rope", "_logged"),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from parallel_runtime.engine.split.parallelize import parallelize, unparallelize
 from torch import nn
 
 from parallel_runtime.architectures.split_plan import JOINT, Gather, HeadFunction, ModulePlan, Split, SplitPlan
+from parallel_runtime.engine.parallelize import parallelize, unparallelize
 from parallel_runtime.engine.split.streams import streams_of
 
 from ..engine.meshes import mesh, parallelism
