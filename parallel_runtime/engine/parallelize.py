@@ -193,7 +193,8 @@ class _TokenDivision(ExitStack):
         self._split_calls.append(self._override.split_calls)
 
     def _end_block(self, plan: ModulePlan, block: nn.Module, *_: Any) -> None:
-        if self._split_calls.pop() == self._override.split_calls:  # it attended to this rank's tokens alone
+        attended = self._split_calls.pop() != self._override.split_calls  # not to this rank's tokens alone
+        if not (attended or self.streams.skips_blocks):
             name = f"{type(block).__name__} ({plan.name})"
             raise Refused("network.unsplit", widget="ring_degree", network=name)
 

@@ -158,6 +158,8 @@ class StepCache:
         if streams is not None:
             residual = streams.local_tokens(names).to_chunks(residual)
         self._skipping = branch.first_residual is not None and self._repeats(residual, branch.first_residual)
+        if streams is not None:
+            streams.skips_blocks = self._skipping
         self.evaluations += 1
         self.skipped += self._skipping
         if not self._skipping:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from parallel_runtime.engine.attention.context_attention import ContextAttention
-from parallel_runtime.engine.comm.mesh import ContextMesh, MeshDim
+from parallel_runtime.engine.comm.mesh import MeshDim
 from parallel_runtime.engine.split.streams import Streams, chunk_range, chunk_sizes
-from parallel_runtime.specs import Parallelism
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, 7])
@@ -46,14 +43,3 @@ def test_a_stream_has_one_length_until_the_next_forward() -> None:
 def test_a_stream_that_was_never_cut_has_no_length() -> None:
     with pytest.raises(ValueError, match="'audio' is used before the plan split it"):
         Streams(MeshDim(size=2)).length("audio")
-
-
-def test_kernels_of_a_ring_race_with_all_heads_however_much_there_is_to_send() -> None:
-    mesh_dim = MeshDim(size=2)
-    streams = Streams(mesh_dim)
-    streams.record_length("image", 2 * 8192, "here")
-    attention = ContextAttention(
-        ContextMesh(ring=mesh_dim, context=mesh_dim), Parallelism(ring_degree=2), streams, ("image",), ("image",)
-    )
-    tokens = torch.empty(1, 8192, 24, 128, device="meta")
-    assert attention._make_layout(tokens, tokens).largest.heads == 24
