@@ -66,7 +66,7 @@ REFERENCES = [  # of each kind
     FILM | {"latent": drawn(1, 24, 2, 4, 4), "audio_latent": drawn(1, 32, 2, 9)},
     {"kind": "audio", "ref_audio_t": 5, "audio_latent": drawn(1, 32, 2, 5)},
 ]
-TAGS = {"numbers": {"minimax_token_tags": [[1, 0, 0, 1, 2, 1, 1]]}}  # of each token: of text, a picture, sound
+TAGS = {"numbers": {"minimax_token_tags": [[1, 0, 0, 1, 2, 1, 1, 1, 1, 0, 0, 1]]}}  # of text, a picture, sound
 SEEN = {"seen": (1, 257, 1280)}
 SAMPLED: dict[str, Conditioning] = {
     "flux_fill": at(IMAGE, **POOLED | tensors(concat_latent_image=(1, 16, 17, 23))),
@@ -186,8 +186,8 @@ SAMPLED: dict[str, Conditioning] = {
     "cosmos1": at(VIDEO),
     "mochi": at((12, 3, 10, 14), tokens=24, mask_valid=5),
     "minimax_h3": at((24, 3, 5, 7), (32, 2, 11), batch=1),
-    "minimax_h3_keyframes": at(*MINIMAX_H3, batch=1, **TAGS | {"values": {"minimax_keyframes": KEYFRAMES}}),
-    "minimax_h3_references": at(*MINIMAX_H3, batch=1, **TAGS | {"values": {"minimax_refs": REFERENCES}}),
+    "minimax_h3_keyframes": at(*MINIMAX_H3, tokens=12, batch=1, **TAGS | {"values": {"minimax_keyframes": KEYFRAMES}}),
+    "minimax_h3_references": at(*MINIMAX_H3, tokens=12, batch=1, **TAGS | {"values": {"minimax_refs": REFERENCES}}),
     "causal_wan": at(FRAMES),
     "ace_step_15": at(
         (64, 35), **tensors(conditioning_lyrics=(1, 9, 96), reference_audio_timbre_latents=[(1, 64, 40)])

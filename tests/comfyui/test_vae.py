@@ -131,13 +131,22 @@ def test_image_to_video_encodes_through_it(vaes: Server) -> None:
     assert relative(concat(TWO), concat(False)) <= BAR
 
 
-def test_a_vae_that_is_not_divided_runs_here_with_one_line_in_the_log_that_says_why(vaes: Server) -> None:
-    want = result(vaes, decoding("pixel_space", "1,3,16,24", False))["save"]
+@pytest.mark.parametrize(
+    ("file", "shape", "why"),
+    [
+        ("pixel_space", "1,3,16,24", "it converts pixels without a network, so there is nothing to divide"),
+        ("minimax_h3_audio.safetensors", "1,32,2,9", "audio has no rows to divide"),
+    ],
+)
+def test_a_vae_that_is_not_divided_runs_here_with_one_line_in_the_log_that_says_why(
+    vaes: Server, file: str, shape: str, why: str
+) -> None:
+    want = result(vaes, decoding(file, shape, False))["save"]
     since = vaes.log_size()
-    got = result(vaes, decoding("pixel_space", "1,3,16,24", TWO))["save"]
+    got = result(vaes, decoding(file, shape, TWO))["save"]
     assert torch.equal(got, want)
     assert vaes.log(since).count("CP VAE decodes and encodes in ComfyUI's process") == 1
-    assert "it converts pixels without a network, so there is nothing to divide" in vaes.log(since)
+    assert why in vaes.log(since)
 
 
 def test_a_file_that_changed_after_it_was_loaded_is_not_what_is_decoded_with(vaes: Server) -> None:
