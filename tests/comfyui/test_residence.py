@@ -132,7 +132,7 @@ def resident(server: Server) -> list[int]:
     return [sum(weights["resident"] for weights in rank["weights"]) for rank in ranks]
 
 
-@pytest.mark.parametrize("weights", ["replicate", "shard"])
+@pytest.mark.parametrize("weights", ["replicate", "shard", "offload"])
 def test_a_run_after_a_text_encoder_took_some_memory_brings_back_what_went(server: Server, weights: str) -> None:
     """With one CPU as the device of all ranks each gives back its part."""
     parallel = replace(RING_2, weights=weights)
