@@ -134,12 +134,12 @@ class GroupModel:
             return sum_by_device(group.placement, graph_bytes)
 
     def give_back(self, device: str, nbytes: int) -> int:
-        """Has the ranks on one device move `nbytes` of this model's weights from it, except from a callback of a run
-        and where ranks fetch blocks. Returns the freed bytes."""
+        """Has the ranks on one device move `nbytes` of this model's weights from it, except from a callback of a run.
+        Returns the freed bytes."""
         ranks = [rank for rank, name in enumerate(self.group.placement.devices) if name == device]
         with runtime.exclusive(self.group) as group:
             listed = group is not None and group.models.get(self.spec) is self
-            if group is None or group.in_run or not listed or self.weights.mode != "replicate":
+            if group is None or group.in_run or not listed:
                 return 0
             before = self._resident_bytes(ranks)
             with contextlib.suppress(ParallelError):

@@ -296,7 +296,7 @@ class Splitter(Streams):
             chunks = [self._rank_chunk(stream, index) for index in range(self._mesh_dim.size)]
             sizes = [max(0, min(end, first + size) - max(start, first)) for first, size in chunks]
             gathered.append(self._gather_chunks(part, sizes, tail.dim, (where, number)))
-        if None in gathered:
+        if any(part is None for part in gathered):
             self._gather_incomplete = True
             return output
         return type(output)(gathered)

@@ -33,7 +33,7 @@ class HostWeights:
     """
 
     ranks = 1  # that a block is sharded over
-    device_bytes = 0
+    device_bytes = given_back_bytes = 0
 
     def __init__(
         self, device: torch.device, ranks: Sequence[int], rank: int, *, staged: bool, dim: MeshDim | None = None
@@ -83,6 +83,12 @@ class HostWeights:
             memory.copy_(part, non_blocking=True)
         done = self._stream.record_event()
         return lambda: torch.cuda.current_stream().wait_event(done)
+
+    def give_back(self, nbytes: int) -> None:
+        """Does nothing: these weights take nothing of the device."""
+
+    def bring_back(self) -> None:
+        pass
 
     def close(self) -> None:
         if self._stream is not None:
@@ -134,6 +140,7 @@ class ShardedWeights:
     def __init__(self, mesh_dim: MeshDim) -> None:
         self._mesh_dim = mesh_dim
         self._parts: list[Tensor] = []
+        self._given_back: list[tuple[Tensor, Tensor]] = []  # parts, and what they had, in main memory
 
     @property
     def ranks(self) -> int:
@@ -156,11 +163,31 @@ class ShardedWeights:
     def first_byte(self, size: int) -> int:
         return sum(self._sizes(size)[: self._mesh_dim.index])
 
+    @property
+    def given_back_bytes(self) -> int:
+        return sum(kept.nbytes for _, kept in self._given_back)
+
+    def give_back(self, nbytes: int) -> None:
+        """Moves parts of at least so many bytes to main memory, the last blocks' first, until `bring_back`."""
+        wanted = self.given_back_bytes + nbytes
+        for part in reversed(self._parts[: len(self._parts) - len(self._given_back)]):
+            if self.given_back_bytes >= wanted:
+                return
+            self._given_back.append((part, part.to("cpu", copy=True)))
+            part.untyped_storage().resize_(0)  # views of it stay
+
+    def bring_back(self) -> None:
+        for part, kept in self._given_back:
+            part.untyped_storage().resize_(kept.nbytes)
+            part.copy_(kept)
+        self._given_back.clear()
+
     def fetch(self, part: Tensor, memory: Tensor) -> Wait:
         return all_gather_into(memory, part, self._sizes(memory.numel()), self._mesh_dim).wait
 
     def close(self) -> None:
         self._parts.clear()
+        self._given_back.clear()
 
     def _sizes(self, size: int) -> list[int]:
         """Returns the bytes of a block of `size` bytes that each rank stores."""

@@ -71,7 +71,9 @@ class ComfyModel(Model):
     @property
     def nonresident_bytes(self) -> int:
         state = self.patcher.weight_state
-        own: int = state.in_file_bytes + (state.prefetcher.nonresident_bytes if state.prefetcher else 0)
+        own: int = state.in_file_bytes + state.given_back_in_file_bytes
+        if state.prefetcher is not None:
+            own += state.prefetcher.nonresident_bytes + state.prefetcher.source.given_back_bytes
         return own if self.partner is None else own + self.partner.nonresident_bytes
 
     @cached_property
@@ -233,7 +235,7 @@ def import_packs(packs: Sequence[str]) -> None:
     """Imports PACK@FINGERPRINTs: rank 0 first, since packs may write files then, and the others after it. Raises
     Refused on all ranks where one cannot. Collective."""
     asked.update(packs)
-    for first in (True, False):
+    for first in (True, False) if packs else ():
         with refuse_on_all_ranks():
             for pack in packs if first == (rank() == 0) else ():
                 import_pack(pack)

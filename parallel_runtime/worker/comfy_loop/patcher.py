@@ -78,12 +78,13 @@ class DynamicVram:
 class WeightState:
     """The state of the weights that all clones share: whether layers are forced to cast, what is offloaded, the
     prefetcher that has it while the model is loaded, the names of layers that were `given_back`, which are in the file
-    until the next load, and what the host's dynamic VRAM does, if it has that."""
+    until the next load (on the CPU so many bytes), and what the host's dynamic VRAM does, if it has that."""
 
     force_cast: bool = False
     offload_set: OffloadSet | None = None
     prefetcher: BlockPrefetcher | None = None
     in_file_bytes: int = 0
+    given_back_in_file_bytes: int = 0
     given_back: list[str] = field(default_factory=list)
     dynamic_vram: DynamicVram | None = None
     on_move: Callable[[], None] = lambda: None  # called when weights leave their memory
@@ -215,15 +216,25 @@ class RankPatcher(Mapped):
 
     def give_back(self, nbytes: int) -> None:
         """Drops weights of at least so many bytes from the device, the last layers first. The next load brings back
-        these alone. Blocks that are fetched stay where they are."""
+        these alone. Of a block that is fetched a rank has its shard."""
         state, freed = self.weight_state, 0
-        if nbytes <= 0 or state.offload_set is not None or not self.loaded_size():
+        if nbytes <= 0 or not self.loaded_size():
             return
         state.on_move()
         self.unpatch_hooks()
+        fetched: set[torch.nn.Module] = set()
+        if state.prefetcher is not None and state.offload_set is not None:
+            before = state.prefetcher.source.given_back_bytes
+            state.prefetcher.source.give_back(nbytes)
+            freed = state.prefetcher.source.given_back_bytes - before
+            self.model.model_loaded_weight_memory -= freed
+            nbytes, freed = nbytes - freed, 0
+            fetched = {module for unit in state.offload_set.offloaded for module in unit.modules()}
         for name, module in reversed(_leaves(self.model)):
             keys = [f"{name}.{key}" for key, parameter in module._parameters.items() if parameter is not None]
             if freed >= nbytes or name in state.given_back or not keys or not self.file_views.keys() >= set(keys):
+                continue
+            if module in fetched:
                 continue
             freed += weight_bytes(module)
             for key in keys:
@@ -231,10 +242,16 @@ class RankPatcher(Mapped):
                 comfy.utils.set_attr_param(self.model, key, self.file_views[key])
             state.given_back.append(name)
         self.model.model_loaded_weight_memory -= freed
-        state.in_file_bytes += freed if self.load_device.type == "cpu" else 0  # where the file's pages are the device's
+        if self.load_device.type == "cpu":  # where the file's pages are the device's
+            state.given_back_in_file_bytes += freed
 
     def _bring_back(self, device: torch.device, *, patched: bool) -> None:
         """Brings back the layers that were given back, with their patches where they are to be `patched`."""
+        prefetcher = self.weight_state.prefetcher
+        given_back = bool(self.weight_state.given_back)
+        if prefetcher is not None and prefetcher.source.given_back_bytes:
+            prefetcher.source.bring_back()
+            given_back = True
         for name in self.weight_state.given_back:
             module = self.model.get_submodule(name)
             for key in [f"{name}.{key}" for key in module._parameters if patched]:
@@ -243,8 +260,8 @@ class RankPatcher(Mapped):
             module.to(device)
             self.settle(module)
             vars(module)["comfy_patched_weights"] = True
-        if self.weight_state.given_back:
-            self.weight_state.given_back, self.weight_state.in_file_bytes = [], 0
+        if given_back:
+            self.weight_state.given_back, self.weight_state.given_back_in_file_bytes = [], 0
             self.model.model_loaded_weight_memory = self.model_size()
 
     def load(self, device_to: torch.device | None = None, *args: Any, **kwargs: Any) -> None:
@@ -265,7 +282,8 @@ class RankPatcher(Mapped):
     def unpatch_model(self, device_to: torch.device | None = None, unpatch_weights: bool = True) -> None:
         if unpatch_weights:
             self.weight_state.on_move()
-            self.weight_state.given_back, self.weight_state.in_file_bytes = [], 0
+            self.weight_state.given_back, self.weight_state.given_back_in_file_bytes = [], 0
+            self.weight_state.in_file_bytes = 0
         if unpatch_weights and (prefetcher := self.weight_state.prefetcher):
             self.unpatch_hooks()
             prefetcher.close()
