@@ -26,11 +26,6 @@ EACH_TOKEN = (
 )
 
 EACH_HEAD = ("comfy_extras.nodes_sparse_attention.make_attention_override.<locals>.override",)
-# ComfyUI's replaced blocks that refer to the block which they replace, and leave it to a plan's `head_producers`.
-OF_BLOCKS = (
-    "comfy_extras.nodes_sparse_attention:make_h3_block_patch.<locals>.block_patch",
-    "comfy_extras.nodes_sparse_attention:make_h3_block_patch.<locals>.attention",
-)
 
 DECLARED = "context_parallel"  # the attribute by which a pack says how its function computes: docs/scripts.md
 OF_FRAMES = ("comfy.ldm.wan.model_multitalk.MultiTalkCrossAttnPatch",)  # which reshape their tokens by frames

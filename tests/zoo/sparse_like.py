@@ -6,6 +6,7 @@ its code is here. `installed` makes it ComfyUI's module.
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -21,7 +22,7 @@ def installed() -> Any:
     """This file as the module that ComfyUI would have imported under the path of its node's file."""
     import comfy.options
 
-    root = os.path.dirname(os.path.dirname(os.path.realpath(comfy.options.__file__)))
+    root = os.path.dirname(os.path.dirname(os.path.realpath(inspect.getfile(comfy.options))))
     name = os.path.join(root, "comfy_extras", "nodes_sparse_attention")
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, __file__)
