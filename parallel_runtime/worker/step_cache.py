@@ -17,6 +17,7 @@ from ..engine.comm.collectives import all_gather_v
 from ..engine.comm.mesh import ContextMesh, MeshDim
 from ..engine.comm.votes import any_rank
 from ..engine.split.hooks import Block, blocks_of_module_plan
+from ..engine.split.parallelize import MAY_SKIP
 from ..engine.split.streams import streams_of
 
 Forward = Callable[..., Any]
@@ -149,6 +150,7 @@ class StepCache:
                 out = block.hidden_states(args, kwargs)
             return tuple(out) if len(out) > 1 else out[0]
 
+        setattr(forward, MAY_SKIP, True)
         return forward
 
     def _decide(self, residual: Tensor, names: Names) -> None:

@@ -58,6 +58,15 @@ def test_block_sparse_attention_over_a_foreign_one_says_nothing_of_heads(process
     assert found == {"each head": False}
 
 
+def test_planning_knows_the_networks_and_which_of_them_has_no_ring(process: Group) -> None:
+    (found,) = process.run(f"{SCENES}:figures")
+    assert found == {
+        "qwen": [3, 3, 96, "attn_fn of Qwen-Image 2.1"],
+        "sensenova": [3, 3, 96, ""],
+        "ming": [6, 4, 288, ""],
+    }
+
+
 def in_a_loop(graph: Graph) -> Graph:
     graph["loop"] = {"class_type": "CPTestLoop", "inputs": {"body": "sampler", "times": 2}}
     graph["save"]["inputs"]["samples"] = ["loop", 0]
