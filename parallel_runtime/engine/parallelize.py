@@ -37,6 +37,7 @@ from .split.token_functions import with_all_tokens
 
 T = TypeVar("T")
 
+MAY_SKIP = "may_skip"  # an attribute of a block, or of its forward, that need not compute it
 _OPTIONS = "transformer_options"
 _BY_ROWS: dict[type[SplitPlan], Callable[..., Any]] = {
     RowPlan: RowDivision,
@@ -193,8 +194,8 @@ class _TokenDivision(ExitStack):
         self._split_calls.append(self._override.split_calls)
 
     def _end_block(self, plan: ModulePlan, block: nn.Module, *_: Any) -> None:
-        attended = self._split_calls.pop() != self._override.split_calls  # not to this rank's tokens alone
-        if not (attended or self.streams.skips_blocks):
+        attended = self._split_calls.pop() < self._override.split_calls  # else to this rank's tokens alone
+        if not attended and not any(getattr(each, MAY_SKIP, False) for each in (block, block.forward)):
             name = f"{type(block).__name__} ({plan.name})"
             raise Refused("network.unsplit", widget="ring_degree", network=name)
 

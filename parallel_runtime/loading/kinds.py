@@ -68,6 +68,11 @@ SET_BY_EACH_RUN = {
     "comfy_extras.nodes_tomesd:TomePatchModel.execute.<locals>.tomesd_m": ("u",),
     "comfy_extras.nodes_tomesd:TomePatchModel.execute.<locals>.tomesd_u": ("u",),
 }
+# ComfyUI's functions that refer to the block which they replace, and leave it to a plan's `head_producers`.
+OF_BLOCKS = (
+    "comfy_extras.nodes_sparse_attention:make_h3_block_patch.<locals>.block_patch",
+    "comfy_extras.nodes_sparse_attention:make_h3_block_patch.<locals>.attention",
+)
 DECORATORS: dict[str, Callable[..., Any]] = {  # by which packs make attention functions
     "wrap_attn": comfy.ldm.modules.attention.wrap_attn,
     "disable": torch.compiler.disable,

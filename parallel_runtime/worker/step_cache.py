@@ -16,6 +16,7 @@ from ..architectures.split_plan import Names, SplitPlan
 from ..engine.comm.collectives import all_gather_v
 from ..engine.comm.mesh import ContextMesh, MeshDim
 from ..engine.comm.votes import any_rank
+from ..engine.parallelize import MAY_SKIP
 from ..engine.split.hooks import Block, blocks_of_module_plan
 from ..engine.split.streams import streams_of
 
@@ -149,6 +150,7 @@ class StepCache:
                 out = block.hidden_states(args, kwargs)
             return tuple(out) if len(out) > 1 else out[0]
 
+        setattr(forward, MAY_SKIP, True)
         return forward
 
     def _decide(self, residual: Tensor, names: Names) -> None:
@@ -158,8 +160,6 @@ class StepCache:
         if streams is not None:
             residual = streams.local_tokens(names).to_chunks(residual)
         self._skipping = branch.first_residual is not None and self._repeats(residual, branch.first_residual)
-        if streams is not None:
-            streams.skips_blocks = self._skipping
         self.evaluations += 1
         self.skipped += self._skipping
         if not self._skipping:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from parallel_runtime.architectures.split_plan import JOINT, Gather, HeadFunction, ModulePlan, Split, SplitPlan
 from parallel_runtime.engine.parallelize import parallelize, unparallelize
@@ -31,6 +31,24 @@ def parity(rank: int, world: int, name: str, ring: int, ulysses: int) -> dict[st
     together = divided_forward(network, inputs, ring, ulysses)
     again = forward(network, inputs)
     return {"error": error(together, plain), "left": error(again, plain), "bits": digest(together)}
+
+
+def preferred(rank: int, world: int) -> dict[str, Any]:
+    """Qwen-Image 2.1 whose second block has an attention that its file has chosen: how far several ranks are from one,
+    and that from ComfyUI's own attention."""
+    network: Any = later.qwen_image21()
+    tiny.seed(11)
+    inputs = later.qwen_image21_inputs()
+    plain = forward(network, inputs)
+
+    def attention_int8(*args: Any, **options: Any) -> Tensor:
+        options.pop("transformer_options")
+        return later.optimized_attention(*args, **options).bfloat16().float()
+
+    chooser = network.transformer_blocks[1].attn.comfy_attention = later.ComfyAttention()
+    chooser.function = attention_int8
+    wants = forward(network, inputs)
+    return {"error": error(divided_forward(network, inputs, 1, world), wants), "chosen": error(wants, plain)}
 
 
 def planned(rank: int, world: int, frames: int) -> dict[str, Any]:

@@ -54,6 +54,8 @@ BEFORE = {  # these gather all that their last layers are given
     "MiniMax Music 3": "the network goes from window to window by whole positions",
     "PiD": "blocks of pixels are given all patches",
     "PixelDiT": "blocks of pixels are given all patches",
+    "Qwen-Image 2.1": "the network slices the image out of its tokens by whole positions",
+    "SenseNova U1.5": "its layers gather by themselves: what follows them was not read",
     "Stable Audio": "the network slices what stands for the whole off by whole positions",
     "TripoSplat": "the network slices points and camera out by whole positions",
     "Z-Image in pixels": "pixels are decoded by rows of the batch, of all patches",

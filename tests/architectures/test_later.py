@@ -57,6 +57,15 @@ def test_keys_that_a_network_keeps_of_its_prompt_are_those_of_a_ranks_heads(netw
         assert max(errors) <= EXACT
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_an_attention_that_a_file_chose_attends_in_a_function_that_blocks_are_given(
+    networks: Groups, ranks: int
+) -> None:
+    for answer in networks(ranks).run(f"{CASES}:preferred"):
+        assert answer["error"] <= EXACT
+        assert answer["chosen"] > 1e-4, "another attention computed"
+
+
 def test_where_one_rank_has_no_memory_for_kept_keys_none_uses_them(networks: Groups) -> None:
     for errors in networks(2).run(f"{CASES}:kept_keys", rooms=[False, True, True, False, True]):
         assert max(errors) <= EXACT

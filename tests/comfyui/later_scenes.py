@@ -109,3 +109,12 @@ def sparse_options(rank: int, world: int, of_blocks: bool, previous: str) -> dic
         "undivided": parts.names_network,
         "no ring": kernels.without_lse(model, request),
     }
+
+
+def figures(rank: int, world: int) -> dict[str, list[Any]]:
+    """What planning knows of the networks: heads, layers, width, and an attention that a ring cannot have."""
+    model = node_module("describe.model")
+    architecture_of = pack_module("parallel_runtime.architectures").architecture_of
+    networks = {"qwen": later.qwen_image21(), "sensenova": later.sensenova(), "ming": later.ming()}
+    stats = {name: model.network_stats_of(one, architecture_of(one), 1, 2) for name, one in networks.items()}
+    return {name: [one.heads, one.layers, one.width, one.no_lse] for name, one in stats.items()}

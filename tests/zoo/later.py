@@ -57,7 +57,11 @@ class _Attention(nn.Module):
 
     def forward(self, x: Tensor, pe: Tensor, attn_fn: Attend, prefix_len: int, transformer_options: Options) -> Tensor:
         q, k, v = (layer(x).unflatten(2, (self.heads, -1)) for layer in (self.parts.q, self.parts.k, self.parts.v))
-        return self.parts.out(attn_fn(q * pe.cos(), k * pe.cos(), v, self.heads, preferred_attention=None))
+        return self.parts.out(
+            attn_fn(
+                q * pe.cos(), k * pe.cos(), v, self.heads, preferred_attention=getattr(self, "comfy_attention", None)
+            )
+        )
 
 
 class QwenImage21TransformerBlock(nn.Module):
@@ -81,6 +85,19 @@ class QwenImage21TransformerBlock(nn.Module):
         return x
 
 
+class ComfyAttention(nn.Module):
+    """An attention that the file chooses for one module, or None."""
+
+    function: Attend | None = None
+
+
+def attention(*args: Any, preferred_attention: Any = None, **options: Any) -> Tensor:
+    """Later wrappers ask an override first, and tell it nothing of what the file prefers."""
+    if "optimized_attention_override" in options["transformer_options"] or preferred_attention is None:
+        return optimized_attention(*args, **options)
+    return (preferred_attention.function or optimized_attention)(*args, **options)
+
+
 def by_segments(segments: list[Any], options: Options, keep: dict[int, Any] | None, block: int, prefix: int) -> Attend:
     """Text sees what is before it, a picture all up to its own end; keys and values of the prefix may be kept."""
 
@@ -88,9 +105,9 @@ def by_segments(segments: list[Any], options: Options, keep: dict[int, Any] | No
         if keep is not None:
             keep[block] = k[:, :prefix].clone(), v[:, :prefix].clone()
         parts = [
-            optimized_attention(
+            attention(
                 q[:, start:end].flatten(2), k[:, :end].flatten(2), v[:, :end].flatten(2), heads, mask=mask,
-                transformer_options=options,
+                transformer_options=options, preferred_attention=preferred_attention,
             )
             for start, end, mask in segments
         ]  # fmt: skip
@@ -102,7 +119,9 @@ def by_segments(segments: list[Any], options: Options, keep: dict[int, Any] | No
 def after_prefix(kept: tuple[Tensor, Tensor], options: Options) -> Attend:
     def attend(q: Tensor, k: Tensor, v: Tensor, heads: int, preferred_attention: Any = None) -> Tensor:
         k, v = (torch.cat(pair, 1).flatten(2) for pair in zip(kept, (k, v), strict=True))
-        return optimized_attention(q.flatten(2), k, v, heads, transformer_options=options)
+        return attention(
+            q.flatten(2), k, v, heads, transformer_options=options, preferred_attention=preferred_attention
+        )
 
     return attend
 
@@ -374,8 +393,9 @@ class DiTBlock(nn.Module):
 
 
 class FinalLayer(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, x.shape[-1:])
+    def forward(self, x: Tensor, t_emb: Tensor, video_seg: Any, audio_seg: Any) -> tuple[Tensor, ...]:
+        ends = ((x[start:end], t_emb[row]) for start, end, row in (video_seg, audio_seg))
+        return tuple(F.layer_norm(tokens, tokens.shape[-1:]) * (1 + time) for tokens, time in ends)
 
 
 @named("comfy.ldm.minimax.model:MiniMaxH3Model")
@@ -401,7 +421,7 @@ class MiniMaxH3(nn.Module):
             args["transformer_options"] = transformer_options
             patch = replaced.get(("double_block", i), lambda args, extra: extra["original_block"](args))
             h = patch(args, {"original_block": original})["img"]
-        return self.final_layer(h)
+        return torch.cat(self.final_layer(h, time, segments[1], segments[0]))
 
 
 def minimax_h3(gated: bool) -> nn.Module:

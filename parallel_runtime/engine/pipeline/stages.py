@@ -41,6 +41,8 @@ class PlaceholderBlock(nn.Module):
     Reads all other attributes from the block itself, whose weights stay as they are.
     """
 
+    may_skip = True
+
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.__dict__["block"] = block

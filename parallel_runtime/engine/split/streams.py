@@ -123,10 +123,8 @@ class Streams:
         self._mesh_dim = mesh_dim
         self._lengths: dict[str, int] = {}
         self._cache: dict[Hashable, Any] = {}
-        self.skips_blocks = False  # a step cache takes the place of the blocks that are left in this forward
 
     def clear(self) -> None:
-        self.skips_blocks = False
         self._lengths.clear()
         self._cache.clear()
 

@@ -8,6 +8,7 @@ from . import environment  # noqa: F401 - a route
 from .compiled import Compile
 from .foreign import ForeignGuider, ForeignSampler
 from .graph_ends import Conditioning, Latent, SaveLatent, Wait
+from .loops import Loop
 from .odd_conditions import OddCondition
 from .one_ulp import OneUlp
 from .pack_code import NODES as PACK_CODE
@@ -21,7 +22,7 @@ from .tiny_models import NODES as TINY_MODELS
 
 class TestNodes(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        ends = [Conditioning, Latent, SaveLatent, Wait, OddCondition, OneUlp]
+        ends = [Conditioning, Latent, SaveLatent, Wait, OddCondition, OneUlp, Loop]
         pictures = [Pictures, SavePictures, SaveConcat, Draw, Seed, Seen, Heard]
         foreign = [
             AttentionPatch,
