@@ -51,6 +51,18 @@ def preferred(rank: int, world: int) -> dict[str, Any]:
     return {"error": error(divided_forward(network, inputs, 1, world), wants), "chosen": error(wants, plain)}
 
 
+def masked_video(rank: int, world: int, name: str, ring: int, ulysses: int) -> list[float]:
+    """LTX whose blocks are given a mask of all pairs of video tokens: how far it is from one rank, and that from no
+    mask."""
+    made_of_case: tuple[Any, dict[str, Any]] = made_case(name)
+    network, inputs = made_of_case
+    plain = forward(network, inputs)
+    mask = torch.randn(1, 1, 45, 45, generator=torch.Generator().manual_seed(3))
+    network._build_guide_self_attention_mask = lambda *_: mask
+    wants = forward(network, inputs)
+    return [error(divided_forward(network, inputs, ring, ulysses), wants), error(wants, plain)]
+
+
 def planned(rank: int, world: int, frames: int) -> dict[str, Any]:
     """Tokens of Ming-Image as planning counts them, and as a forward cuts them."""
     network, inputs, cut = later.ming(), later.ming_inputs(frames), {}

@@ -134,3 +134,13 @@ def test_a_ring_is_refused_where_attention_is_block_sparse(networks: Groups) -> 
         assert "ring_degree is 2; set it to 1 and use ulysses_degree" in text
     for (text,) in networks(2).run(f"{CASES}:sparse_override", name="wan", ring=2, ulysses=1):
         assert "make_attention_override.<locals>.override" in text
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2), (3, 1)])
+@pytest.mark.parametrize("name", ["ltx-2", "ltx-video"])
+def test_a_mask_of_pairs_of_video_tokens_is_that_of_all_tokens(
+    networks: Groups, name: str, ring: int, ulysses: int
+) -> None:
+    for got, masked in networks(ring * ulysses).run(f"{CASES}:masked_video", name=name, ring=ring, ulysses=ulysses):
+        assert got <= EXACT
+        assert masked > 1e-3, "the mask changes nothing"
