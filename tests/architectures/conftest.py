@@ -22,6 +22,7 @@ MODULES = (
     "stage_cases",
     "patch_cases",
     "control_cases",
+    "encoder_cases",
 )
 
 
