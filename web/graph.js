@@ -45,15 +45,23 @@ export function nodeOf(id) {
  * @returns {LGraphNode | undefined}
  */
 export function configAbove(node) {
-  const visited = new Set([node]);
+  return nodesAbove([node]).find((one) => one !== node && one.comfyClass === CONFIG);
+}
+
+/**
+ * These nodes, and all that they get something from in their graph, the nearest first.
+ * @param {LGraphNode[]} nodes
+ * @returns {LGraphNode[]}
+ */
+export function nodesAbove(nodes) {
+  const visited = new Set(nodes);
   for (const one of visited) {
-    if (one !== node && one.comfyClass === CONFIG) return one;
     for (const index of (one.inputs ?? []).keys()) {
       const origin = one.getInputNode(index);
       if (origin) visited.add(origin);
     }
   }
-  return undefined;
+  return [...visited];
 }
 
 /**

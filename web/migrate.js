@@ -1,9 +1,11 @@
 /** "Run on several GPUs" and the way back: a native sampler becomes its CP node, links, widgets and number included, and
- * one of a pack gets a CP Model before it. One step to undo, for one node, a subgraph, or the workflow. */
+ * one of a pack gets a CP Model before it; a large text encoder gets a CP CLIP. One step to undo, for one node, a
+ * subgraph, or the workflow. */
 
 import { app } from "../../scripts/app.js";
+import { clipsOf, largeEncoders, putClip } from "./encoders.js";
 import { TO_CP, allNodes, connectConfig, rootGraph } from "./graph.js";
-import { MODEL, modelsOf, putModels, takeModel, wantsModel } from "./models.js";
+import { MODEL, modelsOf, putModels, takeAway, wantsModel } from "./models.js";
 import { tell } from "./notices.js";
 import { gpus } from "./status.js";
 import { say } from "./words.js";
@@ -125,15 +127,18 @@ function samplers(nodes, types) {
  * @param {LGraphNode[]} nodes
  * @param {Types} types
  */
-function migrate(nodes, types) {
+async function migrate(nodes, types) {
   if (!nodes.length) {
     tell("info", say("migrate.none"), say("migrate.none.detail"), NOTICE_MILLISECONDS, []);
     return;
   }
+  const large = types === TO_CP ? await largeEncoders(nodes) : [];
   const hosts = hostValues();
   app.canvas.emitBeforeChange();
   try {
     app.canvas.deselectAll();
+    for (const loader of large) putClip(loader);
+    for (const clip of types === TO_NATIVE ? clipsOf(nodes) : []) takeAway(clip);
     const replaced = nodes.map((node) => changed(node, types)).filter(Boolean);
     const made = replaced.filter((node) => Object.values(types).includes(node.type));
     for (const node of made) if (node.graph === app.canvas.graph) app.canvas.select(node);
@@ -153,7 +158,7 @@ function migrate(nodes, types) {
  */
 function changed(node, types) {
   if (Object.hasOwn(types, node.type)) return replace(node, types[node.type]);
-  return node.type === MODEL ? takeModel(node) : putModels(node);
+  return node.type === MODEL ? takeAway(node) : putModels(node);
 }
 
 /**

@@ -69,21 +69,30 @@ function newModel(sampler, origin) {
 }
 
 /**
- * Takes a CP Model away: what it fed gets the MODEL that it got.
- * @param {LGraphNode} model
+ * Takes a CP Model or CP CLIP away: what it fed gets what it got.
+ * @param {LGraphNode} node
  * @returns {LGraphNode | undefined} a node that it fed
  */
-export function takeModel(model) {
-  const { graph } = model;
-  const link = graph.getLink(model.inputs[model.findInputSlot("model")].link);
+export function takeAway(node) {
+  const { graph } = node;
+  const link = graph.getLink(node.inputs[0].link);
   const origin = link && { origin_id: link.origin_id, origin_slot: link.origin_slot };
-  const targets = (model.outputs[0].links ?? []).map((/** @type {any} */ id) => {
-    const { target_id, target_slot } = graph.getLink(id);
-    return { node: graph.getNodeById(target_id), slot: target_slot };
-  });
-  graph.remove(model);
-  for (const { node, slot } of targets) if (origin && node) join(graph, origin, node, slot);
+  const targets = targetsOf(node, 0);
+  graph.remove(node);
+  for (const target of targets) if (origin) join(graph, origin, target.node, target.slot);
   return targets[0]?.node;
+}
+
+/**
+ * The inputs of nodes that an output goes to.
+ * @param {LGraphNode} node
+ * @param {number} output
+ * @returns {{node: LGraphNode, slot: number}[]}
+ */
+export function targetsOf(node, output) {
+  const links = (node.outputs[output].links ?? []).map((/** @type {any} */ id) => node.graph.getLink(id));
+  const all = links.map((/** @type {any} */ link) => ({ node: node.graph.getNodeById(link.target_id), slot: link.target_slot }));
+  return all.filter((/** @type {any} */ target) => target.node);
 }
 
 /**

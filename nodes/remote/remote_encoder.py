@@ -32,7 +32,10 @@ from .remote_vae import placement_for
 
 log = logging.getLogger(__name__)
 
-GENERATES_WHILE_ENCODING = "comfy.text_encoders.ace15"  # reads the weights of a layer that only one stage has
+GENERATE_WHILE_ENCODING = (
+    "comfy.text_encoders.ace15",
+    "comfy.text_encoders.minimax_music",
+)  # with a layer's own weights
 
 # What nodes put onto a CLIP's ModelPatcher, and where it is loaded.
 STATE = (
@@ -173,7 +176,7 @@ def encoder_size(patcher: ModelPatcher, *, staged: bool, workspace: int) -> Enco
         blocks=tuple(blocks),
         other=max(0, patcher.model_size() - sum(layers) - sum(blocks)),
         workspace=workspace,
-        staged=staged and type(patcher.model).__module__ != GENERATES_WHILE_ENCODING,
+        staged=staged and type(patcher.model).__module__ not in GENERATE_WHILE_ENCODING,
     )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import comfy.model_management
+import folder_paths
 from aiohttp import web
 from server import PromptServer
 
@@ -28,6 +29,7 @@ from .status_events import full_status_json
 
 log = logging.getLogger(__name__)
 
+LARGE_ENCODER_BYTES = 4e9
 DOCS = Path(__file__).parents[2] / "docs"
 
 
@@ -36,6 +38,7 @@ def add_routes() -> None:
     routes.get("/cp/status")(get_status)
     routes.get("/cp/logs")(get_logs)
     routes.get("/cp/help/{page}")(get_help)
+    routes.get("/cp/encoder")(get_encoder)
     routes.post("/cp/stop")(stop)
     routes.post("/cp/free")(free)
     routes.post("/cp/restart")(restart)
@@ -64,6 +67,23 @@ async def get_help(request: web.Request) -> web.Response:
     if page is None:
         return _error(f"this page does not exist; there are {', '.join(sorted(pages))}", 404)
     return web.Response(text=page.read_text(encoding="utf-8"), charset="utf-8")
+
+
+async def get_encoder(request: web.Request) -> web.Response:
+    """Returns whether CP CLIP pays for a CLIP of these files (?clip=NAME&clip=NAME), beside a network of these
+    (&model=NAME): a large one, or one without room on ComfyUI's GPU, where there is another GPU."""
+    encoder, network = (
+        sum(_file_bytes(folder, name) for name in request.query.getall(parameter, []))
+        for parameter, folder in (("clip", "text_encoders"), ("model", "diffusion_models"))
+    )
+    room = comfy.model_management.get_total_memory(comfy.model_management.get_torch_device())
+    pays = encoder > LARGE_ENCODER_BYTES or (encoder > 0 and encoder + network > room)
+    return web.json_response({"pays": pays and visible_gpus() != 1, "bytes": encoder})
+
+
+def _file_bytes(folder: str, name: str) -> int:
+    path = folder_paths.get_full_path(folder, name)
+    return os.path.getsize(path) if path else 0
 
 
 async def stop(_: web.Request) -> web.Response:

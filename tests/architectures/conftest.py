@@ -23,6 +23,7 @@ MODULES = (
     "patch_cases",
     "control_cases",
     "later_cases",
+    "encoder_cases",
 )
 
 

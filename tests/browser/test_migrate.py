@@ -4,6 +4,8 @@ the latent is the same."""
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,6 +27,12 @@ ADD_CONFIG = """() => {
     const node = LiteGraph.createNode('CPParallelConfig');
     node.pos = [0, 500];
     app.graph.add(node);
+}"""
+COVERED = """() => {
+    const clip = app.graph.nodes.find(node => node.type === 'CPCLIP');
+    const before = (a, b) => [0, 1].some(axis => a.pos[axis] + a.size[axis] <= b.pos[axis]);
+    const covers = node => node !== clip && !before(node, clip) && !before(clip, node);
+    return app.graph.nodes.filter(covers).map(node => node.type);
 }"""
 SEEN = "() => { app.extensionManager.workflow.activeWorkflow.changeTracker.checkState?.(); }"
 SUBGRAPH = """() => {
@@ -178,6 +186,67 @@ def test_a_sampler_of_a_pack_gets_a_cp_model_before_it_and_loses_it_again(page: 
     page.get_by_text(f"Back to {kind}", exact=True).last.click()
     page.wait_for_function(f"!({KINDS})().includes('CPModel')")
     assert plain(page.evaluate(PROMPT)) == plain(native)
+
+
+@pytest.fixture
+def large(server: Server) -> Iterator[str]:
+    """A text encoder's file of 5 GB, of which there is nothing on the disk."""
+    file = server.base / "models" / "text_encoders" / "large.safetensors"
+    file.parent.mkdir(exist_ok=True)
+    file.touch()
+    os.truncate(file, 5 * 10**9)
+    yield file.name
+    file.unlink()
+
+
+@BOTH
+def test_a_large_text_encoder_gets_a_cp_clip_and_loses_it_on_the_way_back(page: Any, large: str) -> None:
+    nodes = [
+        LOADER,
+        ["CLIPLoader", 0, 160, {"clip_name": large, "type": "flux2"}],
+        ["VAELoader", 0, 340, {}],
+        ["CLIPTextEncode", 340, 0, {"text": "a fox"}],
+        ["CLIPTextEncode", 340, 300, {"text": "blurry"}],
+        LATENT,
+        ["KSampler", 780, 0, {"seed": 5}],
+    ]
+    links = [
+        [1, 0, 3, "clip"], [1, 0, 4, "clip"], [0, 0, 6, "model"], [3, 0, 6, "positive"], [4, 0, 6, "negative"],
+        [5, 0, 6, "latent_image"],
+    ]  # fmt: skip
+    nodes[5] = [LATENT[0], 0, 520, LATENT[3]]
+    put(page, nodes, links)
+    page.evaluate(ADD_CONFIG)
+    wait_until_drawn(page)
+    native = page.evaluate(PROMPT)
+    page.evaluate(COMMAND, "MigrateAll")
+    page.wait_for_function(f"({KINDS})().includes('CPSampler')")
+    page.wait_for_function(f"({KINDS})().includes('CPCLIP')")
+    wait_until_drawn(page)
+    ours = page.evaluate(PROMPT)
+    by_kind = {
+        kind: [name for name, call in ours.items() if call["class_type"] == kind]
+        for kind in ("CPCLIP", "CLIPLoader", "CPParallelConfig")
+    }
+    (made,), (loader,), (config,) = by_kind.values()
+    assert [call["inputs"]["clip"] for call in ours.values() if call["class_type"] == "CLIPTextEncode"] == [
+        [made, 0]
+    ] * 2
+    assert ours[made]["inputs"] == {"clip": [loader, 0], "cp_config": [config, 0]}
+    assert page.evaluate(COVERED) == [], "it lies on no other node"
+
+    page.evaluate(COMMAND, "MigrateAllBack")
+    page.wait_for_function(f"!({KINDS})().includes('CPCLIP')")
+    page.wait_for_function(f"({KINDS})().includes('KSampler')")
+    assert plain(page.evaluate(PROMPT)) == plain(native)
+
+
+def test_a_small_text_encoder_stays_with_comfyui(page: Any) -> None:
+    put(page, [["CLIPLoader", 0, 160, {}], ["CLIPTextEncode", 340, 0, {"text": "a fox"}], ["KSampler", 700, 0, {}]],
+        [[0, 0, 1, "clip"], [1, 0, 2, "positive"]])  # fmt: skip
+    page.evaluate(COMMAND, "MigrateAll")
+    page.wait_for_function(f"({KINDS})().includes('CPSampler')")
+    assert "CPCLIP" not in page.evaluate(KINDS)
 
 
 @BOTH

@@ -165,7 +165,7 @@ TEXT_ENCODERS = {  # under CP CLIP, by the class of `cond_stage_model`
         "sdxl_clip.StableCascadeClipModel wan.WanT5Model wan.WanTEModel lumina2.LuminaModel pixeldit.PixelDiTGemma2TE",
     ),
     **alike(
-        HONOURED, "several encoders in one CLIP: all of them are on one worker",
+        HONOURED, "several encoders in one CLIP, on one worker or in stages",
         "ace.AceT5Model hidream.HiDreamTEModel hunyuan_image.HunyuanImageTEModel hydit.HyditModel "
         "hunyuan_video.HunyuanVideoClipModel kandinsky5.Kandinsky5TEModel newbie.NewBieTEModel sd3_clip.SD3ClipModel",
     ),
@@ -176,7 +176,7 @@ TEXT_ENCODERS = {  # under CP CLIP, by the class of `cond_stage_model`
         "qwen35.Qwen35TEModel qwen3vl.Qwen3VLTEModel",
     ),
     **alike(
-        HONOURED, "draws audio codes as it encodes, from a generator with the seed of the tokens",
+        HONOURED, "draws audio codes as it encodes, from a generator with the seed of the tokens; never in stages",
         "ace15.ACE15TEModel minimax_music.MiniMaxMusic3TEModel",
     ),
     "lt.LTXAVTEModel": (HONOURED, "its projection is a part of it; its estimate of memory counts in the plan"),

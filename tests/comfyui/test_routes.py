@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 import urllib.error
 import urllib.request
@@ -105,6 +106,32 @@ def test_free_empties_the_workers_and_the_next_run_is_the_same(server: Server) -
     assert [rank["weights"] for rank in status(server)["ranks"]] == [[], []]
     server.client.run(sampling_graph(FLUX, "CPSampler", TWO))
     assert [model["model"] for model in status(server)["ranks"][1]["weights"]] == ["flux_dev.safetensors"]
+
+
+def test_cp_clip_pays_for_a_text_encoder_of_more_than_four_gigabytes(server: Server) -> None:
+    folder = server.base / "models" / "text_encoders"
+    folder.mkdir(exist_ok=True)
+    for name, size in (("small", 10**9), ("half", 3 * 10**9)):
+        (folder / f"{name}.safetensors").touch()
+        os.truncate(folder / f"{name}.safetensors", size)  # takes no room on the disk
+    (server.base / "models" / "diffusion_models").mkdir(exist_ok=True)
+    (server.base / "models" / "diffusion_models" / "vast.safetensors").touch()
+    os.truncate(server.base / "models" / "diffusion_models" / "vast.safetensors", 10**15)
+
+    def pays(*names: str, beside: str = "") -> bool:
+        query = "&".join([*(f"clip={name}.safetensors" for name in names), *([f"model={beside}"] if beside else [])])
+        return bool(server.client.get(f"/cp/encoder?{query}")["pays"])
+
+    try:
+        assert not pays("half")
+        assert pays("half", "half")
+        assert not pays("none")
+        assert pays("small", beside="vast.safetensors"), "no room on ComfyUI's device"
+        assert not pays("../../../../etc/passwd", beside="vast.safetensors")
+    finally:
+        (server.base / "models" / "diffusion_models" / "vast.safetensors").unlink()
+        for name in ("small", "half"):
+            (folder / f"{name}.safetensors").unlink()
 
 
 def test_restart_ends_a_run_with_the_reason_and_brings_new_workers(server: Server) -> None:

@@ -14,8 +14,8 @@ def model(t: Template, file: File, *, weight_dtype: str = "default") -> Node:
     return t.add("UNETLoader", 0, unet_name=file, weight_dtype=weight_dtype)
 
 
-def text(t: Template, clip: Source, words: str, *, title: str = "Prompt") -> Node:
-    return t.add("CLIPTextEncode", 1, title=title, clip=clip, text=words)
+def text(t: Template, clip: Source, words: str, *, title: str = "Prompt", column: int = 1) -> Node:
+    return t.add("CLIPTextEncode", column, title=title, clip=clip, text=words)
 
 
 def flux_text(t: Template, words: str) -> tuple[Node, Node]:
@@ -31,6 +31,11 @@ def guided(t: Template, prompt: Node, guidance: float) -> tuple[Node, Node]:
 
 def nothing(t: Template, prompt: Node) -> Node:
     return t.add("ConditioningZeroOut", 2, conditioning=prompt)
+
+
+def on_workers(t: Template, clip: Source, cut: Node) -> Node:
+    """The CLIP with its text encoder in the workers."""
+    return t.add("CPCLIP", 1, clip=clip, cp_config=cut)
 
 
 def qwen_text(t: Template) -> tuple[Node, Node]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from . import files
 from .graph import Template
-from .parts import config, empty, flux_text, guided, model, nothing, picture, qwen_text, sampler, text
+from .parts import config, empty, flux_text, guided, model, nothing, on_workers, picture, qwen_text, sampler, text
 
 FOX = "A red fox asleep in fresh snow under a pine, soft morning light, 85 mm photograph"
 POSTER = 'A hand-painted shop sign that reads "OPEN UNTIL LATE", rain on the window, warm light behind it'
@@ -27,34 +27,43 @@ def flux_dev() -> Template:
 def flux_2() -> Template:
     about = (
         "FLUX.2 samples with a guider and its own scheduler: CP Sampler Custom (Advanced) replaces "
-        "SamplerCustomAdvanced."
+        "SamplerCustomAdvanced. CP CLIP keeps the large text encoder in the workers, beside the model."
     )
     t = Template(name="cp_flux_2", title="FLUX.2 dev", kind="text to image", about=about, size=71)
     network = model(t, files.FLUX_2)
-    clip = t.add("CLIPLoader", 0, clip_name=files.MISTRAL, type="flux2")
+    cut = config(t, 0)
+    clip = on_workers(t, t.add("CLIPLoader", 0, clip_name=files.MISTRAL, type="flux2"), cut)
     vae = t.add("VAELoader", 0, vae_name=files.FLUX_2_VAE)
-    prompt = t.add("FluxGuidance", 2, conditioning=text(t, clip, FOX), guidance=4.0)
+    prompt = t.add("FluxGuidance", 3, conditioning=text(t, clip, FOX, column=2), guidance=4.0)
     size = {"width": 1248, "height": 832}
     latent = t.add("EmptyFlux2LatentImage", 1, **size, batch_size=1)
-    guider = t.add("BasicGuider", 3, model=network, conditioning=prompt)
+    guider = t.add("BasicGuider", 4, model=network, conditioning=prompt)
     sigmas = t.add("Flux2Scheduler", 2, steps=20, **size)
     out = t.add(
-        "CPSamplerCustom", 4, noise=t.add("RandomNoise", 3, noise_seed=1), guider=guider, sigmas=sigmas,
-        sampler=t.add("KSamplerSelect", 3, sampler_name="euler"), latent_image=latent, cp_config=config(t, 3),
+        "CPSamplerCustom", 5, noise=t.add("RandomNoise", 3, noise_seed=1), guider=guider, sigmas=sigmas,
+        sampler=t.add("KSamplerSelect", 3, sampler_name="euler"), latent_image=latent, cp_config=cut,
     )  # fmt: skip
-    picture(t, 5, out, vae)
+    picture(t, 6, out, vae)
     return t
 
 
 def qwen_image() -> Template:
-    about = "With a negative prompt, auto gives each half of the workers one of the two prompts."
+    about = (
+        "With a negative prompt, auto gives each half of the workers one of the two prompts. CP CLIP keeps the text "
+        "encoder in the workers, beside the model."
+    )
     t = Template(name="cp_qwen_image", title="Qwen-Image", kind="text to image", about=about, size=30)
     network = t.add("ModelSamplingAuraFlow", 1, model=model(t, files.QWEN_IMAGE), shift=3.1)
+    cut = config(t, 0)
     clip, vae = qwen_text(t)
-    positive, negative = text(t, clip, POSTER), text(t, clip, "blurry, low quality", title="Negative prompt")
+    clip = on_workers(t, clip, cut)
+    positive, negative = (
+        text(t, clip, POSTER, column=2),
+        text(t, clip, "blurry, low quality", title="Negative prompt", column=2),
+    )
     latent = empty(t, 1328, 1328)
     out = sampler(t, 3, model=network, positive=positive, negative=negative, latent_image=latent,
-                  cp_config=config(t), steps=20, cfg=2.5)  # fmt: skip
+                  cp_config=cut, steps=20, cfg=2.5)  # fmt: skip
     picture(t, 4, out, vae)
     return t
 
