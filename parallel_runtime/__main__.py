@@ -1,4 +1,5 @@
-"""python -m parallel_runtime demo | join HOST:PORT | migrate WORKFLOW.json | networks draft|check FILE | report"""
+"""python -m parallel_runtime demo | join HOST:PORT | migrate WORKFLOW.json | networks draft|check FILE | packs |
+report"""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ COMMANDS = {
     "join": (".commands.join", "lend this machine's devices to a ComfyUI on another"),
     "migrate": (".commands.migrate", "convert a saved workflow to CP samplers, or back with --back"),
     "networks": (".commands.networks", "for developers: write and check the plan that splits a network"),
+    "packs": (".commands.installed_packs", "try which packs of custom nodes workers can import, and what it costs"),
     "report": (".commands.report.command", "measure what this machine can do"),
 }
 
