@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from comfy.samplers import CFGGuider
 from comfy_api.latest import io
-from comfy_execution.graph_utils import GraphBuilder, is_link
+from comfy_execution.graph_utils import is_link
 from comfy_execution.progress import get_progress_state
 from comfy_execution.utils import get_executing_context
 from nodes import NODE_CLASS_MAPPINGS  # type: ignore[attr-defined]  # ComfyUI's module, not our package
@@ -80,7 +80,7 @@ def expanded() -> io.NodeOutput:
     _found.clear()
     leading = set().union(*(_above(prompt, sampler) for sampler in samplers))
     copied = {name for name in leading if samplers & _above(prompt, name)}
-    prefix, made = f"{GraphBuilder.alloc_prefix()}{COPY}", time.time()
+    prefix, made = f"{context.node_id}.{COPY}", time.time()
 
     def copy_of(inputs: dict[str, Any]) -> dict[str, Any]:
         return {
