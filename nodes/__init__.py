@@ -9,6 +9,7 @@ from server import PromptServer
 
 from ..parallel_runtime.errors import Refused, WorkerLost
 from .classes.cp_clip import CPCLIP
+from .classes.cp_compare import CPCompare
 from .classes.cp_config import CPParallelConfig
 from .classes.cp_demo import CPDemoConditioning, CPDemoDecode, CPDemoModel
 from .classes.cp_loader import CPLoadDiffusionModel
@@ -44,6 +45,7 @@ class ContextParallelExtension(ComfyExtension):
             CPSamplerCustomBasic,
             CPParallelConfig,
             CPPlan,
+            CPCompare,
             CPLoadDiffusionModel,
             CPModel,
             CPVAE,

@@ -1,4 +1,4 @@
-"""python -m parallel_runtime demo | join HOST:PORT | migrate WORKFLOW.json | report"""
+"""python -m parallel_runtime demo | join HOST:PORT | migrate WORKFLOW.json | packs | report"""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ COMMANDS = {
     "demo": (".commands.demo_run", "draw a picture with the small model of this pack"),
     "join": (".commands.join", "lend this machine's devices to a ComfyUI on another"),
     "migrate": (".commands.migrate", "convert a saved workflow to CP samplers, or back with --back"),
+    "packs": (".commands.installed_packs", "try which packs of custom nodes workers can import, and what it costs"),
     "report": (".commands.report.command", "measure what this machine can do"),
 }
 MOVED = {"networks": "tests.networks"}

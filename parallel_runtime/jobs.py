@@ -57,6 +57,7 @@ class SamplingJob:
     latent_shapes: list[Any] | None = None
     entries_per_call: int = 0
     images_coupled: bool = False
+    pack_files: dict[str, dict[str, str]] = field(default_factory=dict)  # fingerprints of the files of `packs`
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -41,12 +41,15 @@ const plans = new Map();
 /** @param {any} node a new CP Plan */
 export function addPlan(node) {
   const report = element("div.cp-report", {}, element("p.cp-hint", {}, say("plan.empty")));
-  const take = element("button.cp-button", { type: "button", onclick: () => measure(node, take) }, say("plan.measure"));
+  const take = runButton(node, "measure", say("plan.measure"), say("plan.measuring"));
+  const compare = runButton(node, "compare", say("plan.compare"), say("plan.comparing"));
   const cost = element("p.cp-hint.cp-cost", {}, say("plan.measure.tip"));
-  const view = element("div.cp-plan", { tabindex: 0 }, report, take, cost);
-  const least = () => Math.min(MAX_HEIGHT, Math.max(MIN_HEIGHT, report.offsetHeight + take.offsetHeight + cost.offsetHeight + FRAME));
+  const hint = element("p.cp-hint", {}, say("plan.compare.tip"));
+  const under = element("div.cp-under", {}, take, cost, compare, hint);
+  const view = element("div.cp-plan", { tabindex: 0 }, report, under);
+  const least = () => Math.min(MAX_HEIGHT, Math.max(MIN_HEIGHT, report.offsetHeight + under.offsetHeight + FRAME));
   addElementWidget(node, "cp_plan", view, { getMinHeight: least });
-  hide(measuring(node));
+  for (const name of ["measure", "compare"]) hide(widgetOf(node, name));
   const grow = () => node.setSize([Math.max(node.size[0], WIDE + 40), Math.max(node.size[1], node.computeSize()[1])]);
   grow();
   watchConfig(node, report);
@@ -56,7 +59,7 @@ export function addPlan(node) {
     const { plan, planned } = last;
     report.replaceChildren(...shown(plan, node));
     node.cpPlanned = planned;
-    take.disabled = cost.hidden = plan.troubles.length > 0; // there is nothing to measure
+    take.disabled = cost.hidden = !plan.cost; // there is nothing to measure
     if (plan.cost) setText(cost, costText(plan.cost));
   };
   after(node, "onConfigure", () => setTimeout(show)); // when all nodes are there
@@ -109,9 +112,12 @@ function watchConfig(node, report) {
   after(node, "onRemoved", () => clearInterval(timer));
 }
 
-/** @param {any} node */
-function measuring(node) {
-  return node.widgets?.find((/** @type {any} */ widget) => widget.name === "measure");
+/**
+ * @param {any} node
+ * @param {string} name
+ */
+function widgetOf(node, name) {
+  return node.widgets?.find((/** @type {any} */ widget) => widget.name === name);
 }
 
 /**
@@ -125,15 +131,29 @@ function hide(widget) {
 }
 
 /**
- * Run this node alone, once, with its times taken; the button says so until it ends.
+ * @param {any} node
+ * @param {string} name of the widget that it sets
+ * @param {string} idle its text
+ * @param {string} busy its text while the node runs
+ */
+function runButton(node, name, idle, busy) {
+  const onclick = () => runWith(widgetOf(node, name), node, button, idle, busy);
+  const button = element("button.cp-button", { type: "button", onclick }, idle);
+  return button;
+}
+
+/**
+ * Run this node alone, once, with this widget on; the button says so until it ends.
+ * @param {any} widget
  * @param {any} node
  * @param {any} button
+ * @param {string} idle
+ * @param {string} busy
  */
-async function measure(node, button) {
-  const widget = measuring(node);
+async function runWith(widget, node, button, idle, busy) {
   widget.value = true;
   button.disabled = true;
-  setText(button, say("plan.measuring"));
+  setText(button, busy);
   let own = "";
   const ended = new Set(); // prompts, of which ours may be one before its id is known
   const look = (/** @type {any} */ event) => {
@@ -143,7 +163,7 @@ async function measure(node, button) {
   const done = () => {
     for (const name of ENDS) /** @type {EventTarget} */ (api).removeEventListener(name, look);
     button.disabled = false;
-    setText(button, say("plan.measure"));
+    setText(button, idle);
   };
   for (const name of ENDS) /** @type {EventTarget} */ (api).addEventListener(name, look);
   try {

@@ -34,6 +34,7 @@ from ..describe.model import DescribedModel, describe_model
 from ..describe.refused_event import announce_refusals
 from ..describe.sampling_job import check_conds, check_latent, describe_conds, describe_on_model, text_tokens
 from ..describe.vae import explain_decode
+from ..remote.comparing import compared_rows, expanded
 from ..remote.lease import dry_run, run_kind
 from ..remote.remote_encoder import explain_encoder
 from ..remote.sampling_run import model_on_workers
@@ -80,6 +81,11 @@ class CPPlan(io.ComfyNode):
                     tooltip="Take a few steps on 1, 2, 4, ... GPUs of this machine, and show the seconds per step. The "
                     "button Measure does it once.",
                 ),
+                io.Boolean.Input(
+                    "compare", default=False, optional=True,
+                    tooltip="Take one step of each sampler of this graph that uses workers, on them and in ComfyUI's "
+                    "process, and say how far apart they are. The button Compare does it once.",
+                ),
             ],
             outputs=[
                 io.String.Output(display_name="report", tooltip="The text that the node shows."),
@@ -89,12 +95,13 @@ class CPPlan(io.ComfyNode):
                 ),
             ],
             is_output_node=True,
+            enable_expand=True,
         )  # fmt: skip
 
     @classmethod
-    def fingerprint_inputs(cls, measure: bool = False, **_: Any) -> float:
-        """NaN, which no cached result matches, where the node measures."""
-        return math.nan if measure else 0.0
+    def fingerprint_inputs(cls, measure: bool = False, compare: bool = False, **_: Any) -> float:
+        """A NaN of its own, which no cached result matches, where the node measures or compares."""
+        return float("nan") if measure or compare else 0.0
 
     @classmethod
     @announce_refusals()
@@ -108,11 +115,16 @@ class CPPlan(io.ComfyNode):
         vae: Any = None,
         clip: Any = None,
         measure: bool = False,
+        compare: bool = False,
+        **compared: Any,
     ) -> io.NodeOutput:
+        if compare:
+            return expanded()
         request = request_from(cp_config)
         made, measured, recommended = _explain(
             model, latent_image, positive, request, cfg, vae, clip, take_times=measure
         )
+        made = replace(made, rows=(*compared_rows(compared), *made.rows))
         if newer := untested():
             made = replace(made, rows=(*made.rows, Row("Note", newer, "note")))
         parts = [{**asdict(part), "lane": to_json(part.lane)} for part in made.parts]

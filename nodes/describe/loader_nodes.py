@@ -27,6 +27,7 @@ from ...parallel_runtime.errors import Refused
 from ...parallel_runtime.loading.code_names import Unsendable, qualified_name, reference
 from ...parallel_runtime.loading.fingerprint import stat_file
 from ...parallel_runtime.loading.node_loader import network_fingerprint
+from ...parallel_runtime.loading.packs import files_of, packs_named
 from ...parallel_runtime.specs import ModelSpec
 from .in_place import NETWORK, Part, changed_since_made, parts_of
 
@@ -82,7 +83,9 @@ def spec_by_node(model: ModelPatcher) -> ModelSpec:
              for folder in folders}  # fmt: skip
     return ModelSpec(
         loader=loader,
-        arguments=json.dumps({"inputs": call.inputs, "folders": folders}, sort_keys=True),
+        arguments=json.dumps(
+            {"inputs": call.inputs, "folders": folders, "pack_files": files_of(packs_named(loader))}, sort_keys=True
+        ),
         files=tuple(stat_file(path) for path in sorted(filter(None, files))),
         weight_dtype=str(model.model.get_dtype()).removeprefix("torch."),
         dynamic_vram=model.is_dynamic(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import comfy.model_management
@@ -21,7 +21,7 @@ from ...parallel_runtime.jobs import TWO_MODEL_GUIDERS, SamplingJob
 from ...parallel_runtime.loading.code_names import Unsendable, is_of_a_pack, qualified_name, reference
 from ...parallel_runtime.loading.object_codec import Describer, rebuild
 from ...parallel_runtime.loading.pack_globals import globals_of, set_globals
-from ...parallel_runtime.loading.packs import in_import_order, packs_named
+from ...parallel_runtime.loading.packs import files_of, in_import_order, packs_named
 from ...parallel_runtime.loading.random_states import generator_kind, random_states
 from ...parallel_runtime.loading.replaced_code import replaced_in_loop
 from .batch_coupling import couples_by_masks, couples_evaluations, is_batch_coupled
@@ -66,6 +66,10 @@ class OuterSample:
     def first_shape(self) -> tuple[int, ...]:
         """The shape [B, C, (T,) H, W] of the first latent."""
         return tuple(self.latent_shapes[0] if self.latent_shapes else self.noise.shape)
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, field.name) for field in fields(self))
 
 
 def describe_job(
@@ -112,6 +116,7 @@ def describe_job(
         batch_coupled=coupled or is_batch_coupled(model, options) or couples_by_masks(network, mask),
         images_coupled=described.stats.images_coupled or bool(gligens_of(guider.conds)),
         latent_shapes=[list(shape) for shape in call.latent_shapes or ()] if several else None,
+        pack_files=files_of(packs),
     )
 
     def take_back(result: dict[str, Any]) -> None:

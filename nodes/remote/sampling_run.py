@@ -29,6 +29,7 @@ from ...parallel_runtime.jobs import TWO_MODEL_GUIDERS, SamplingJob
 from ...parallel_runtime.loading.code_names import Unsendable, qualified_name, reference
 from ...parallel_runtime.loading.packs import note_failed_import, packs_named, proven, unusable
 from ...parallel_runtime.loading.random_states import set_random_states
+from ...parallel_runtime.planning.request_checks import LEAST_STEPS
 from ...parallel_runtime.request import ParallelRequest
 from ..describe.control_nets import controls_of
 from ..describe.foreign_code import why_replaced
@@ -48,6 +49,7 @@ from ..describe.sampling_job import (
     text_tokens,
     unsendable_partner,
 )
+from .comparing import compared, compared_sampler
 from .lease import lease_with_plan
 from .remote_model import without_weights
 
@@ -84,7 +86,9 @@ def _describe_checked(model: ModelPatcher, request: ParallelRequest) -> Describe
     return described
 
 
-def _on_workers(model: ModelPatcher, described: DescribedModel, request: ParallelRequest) -> ModelPatcher:
+def _on_workers(
+    model: ModelPatcher, described: DescribedModel, request: ParallelRequest, reason: Unsendable | None = None
+) -> ModelPatcher:
     remote = model.clone()
     remote.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, COMPILE_KEY)
     remote.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, WRAPPER_KEY)  # CP Model's
@@ -93,7 +97,7 @@ def _on_workers(model: ModelPatcher, described: DescribedModel, request: Paralle
         key: group for key, group in wrappers.items() if all(qualified_name(one).endswith(PREVIEWS) for one in group)
     }
     inner = {key: group for key, group in wrappers.items() if key not in previews}  # run in the workers
-    ours = {WRAPPER_KEY: [RemoteSampling(described, request)]}
+    ours = {WRAPPER_KEY: [RemoteSampling(described, request, reason)]}
     remote.wrappers[WrappersMP.OUTER_SAMPLE] = {**previews, **ours, **inner}
     return remote
 
@@ -111,6 +115,10 @@ def guider_on_workers(guider: Any, request: ParallelRequest) -> Any:
         check_guider(guider)
         with_partner = _with_partner(guider, described, request)
     except Unsendable as reason:
+        if compared_sampler() is not None:
+            remote.model_patcher = _on_workers(models["model_patcher"], described["model_patcher"], request, reason)
+            remote.model_options = remote.model_patcher.model_options
+            return remote
         for name, model in models.items():
             setattr(remote, name, _with_remote_network(model, request, reason))
         return remote
@@ -216,7 +224,26 @@ class RemoteSampling:
 
     def __call__(self, executor: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Returns samples [B, C, (T,) H, W], as `CFGGuider.outer_sample` does, for the same arguments."""
-        guider, call = executor.class_obj, OuterSample(*args, **kwargs)
+        call = OuterSample(*args, **kwargs)
+
+        def natively(call: OuterSample) -> Tensor:
+            return executor(*call.arguments[: len(args)], **{name: getattr(call, name) for name in kwargs})
+
+        if compared_sampler() is None or len(call.sigmas) < 2:
+            return self._sample(executor.class_obj, call, natively)
+        guider, options, computed = executor.class_obj, self.request.options, self.described.spec.compute_dtype
+        return compared(
+            guider,
+            call,
+            natively,
+            lambda call: self._sample(guider, call, natively),
+            steps=max(LEAST_STEPS, options.warmup_steps + 1) if options.token_patches > 1 else 1,
+            dtype=getattr(torch, computed) if computed else guider.model_patcher.model.get_dtype_inference(),
+        )
+
+    def _sample(
+        self, guider: comfy.samplers.CFGGuider, call: OuterSample, natively: Callable[[OuterSample], Tensor]
+    ) -> Tensor:
         described = self.described.sampled_by(call.sampler).guided_by(guider.conds)
         check_conds(self.described, guider.conds)
         if self.request.options.token_patches > 1:
@@ -228,7 +255,7 @@ class RemoteSampling:
         except Unsendable as reason:
             if uses_network(call.sampler):
                 raise Refused("sampler.reaches", sampler=qualified_name(unwrap_sampler(call.sampler))) from None
-            return self._sample_in_comfyui(guider, partial(executor, *args, **kwargs), reason)
+            return self._sample_in_comfyui(guider, partial(natively, call), reason)
         if names_network and described.architecture is not None:
             described = described.undivided("a pack's code that refers to parts of it")
         try:
@@ -239,7 +266,7 @@ class RemoteSampling:
                 runtime.restart(str(error), comfy_setup())  # workers that have not imported that pack
             if not note_failed_import(job.packs, error) or unusable.keys() & {*described.packs}:
                 raise  # workers have to merge weight patches
-        return self(executor, *args, **kwargs)  # without these packs
+        return self._sample(guider, call, natively)  # without these packs
 
     def _sample_whole(
         self,
@@ -306,7 +333,8 @@ class RemoteSampling:
             result = lease.run(plan, replace(job, entries_per_call=plan.entries_per_call), on_step=steps.on_step)
         set_random_states(result.value["random_states"], device)
         steps.finish(result.value["last"])
-        take_back(result.value)
+        if compared_sampler() is None:  # or else ComfyUI's own step would begin with what this one has left
+            take_back(result.value)
         for reason in result.value["lost"]:
             log.warning("[CP] what a pack's code has left in the workers cannot come back: %s", reason)
         skipped = result.value["skipped"]

@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import itertools
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -91,16 +92,27 @@ def module_of_pack(path: str) -> str:
     return path.replace(".", "_x_") if os.path.isdir(path) else os.path.splitext(path)[0]
 
 
-@functools.cache
 def pack_fingerprint(path: str) -> str:
     """Fingerprints the source files of the pack at `path`, a folder or one file. Raises Refused where one has changed
     since this process began."""
-    parts: list[str | bytes] = []
+    return fingerprint(*itertools.chain(*pack_files(path).items()))[:12]
+
+
+@functools.cache
+def pack_files(path: str) -> dict[str, str]:
+    """Returns a fingerprint of each source file of the pack at `path`, by its name there. Raises Refused likewise."""
+    found = {}
     for file in sorted(Path(path).rglob("*.py")) if os.path.isdir(path) else [Path(path)]:
         if file.stat().st_mtime > STARTED:
             raise Refused("pack.changed", pack=os.path.basename(path), file=str(file))
-        parts += [str(file.relative_to(path)), file.read_bytes()]
-    return fingerprint(*parts)[:12]
+        found[file.relative_to(path).as_posix()] = fingerprint(file.read_bytes())[:12]
+    return found
+
+
+def files_of(packs: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Returns the files of PACK@FINGERPRINTs of this process, so that others can say which one differs there."""
+    paths = {os.path.basename(path): path for path in installed()}
+    return {pack: pack_files(paths[name]) for pack in packs if (name := pack.rpartition("@")[0]) in paths}
 
 
 def note_failed_import(packs: list[str], error: Refused | WorkerLost) -> bool:
@@ -129,27 +141,44 @@ def pack_module(reference: str) -> ModuleType:
     return module
 
 
-def import_pack(pack: str) -> str:
-    """Imports PACK@FINGERPRINT as ComfyUI does, and returns its module's name. Raises Refused where it is not there,
-    has other files, or fails."""
+def import_pack(pack: str, files: Mapping[str, str] | None = None) -> str:
+    """Imports PACK@FINGERPRINT, whose `files` are these, as ComfyUI does, and returns its module's name. Raises Refused
+    where it is not there, has other files, or fails."""
     name, _, expected = pack.rpartition("@")
     if os.path.basename(name) != name:
         raise Refused("worker.reference", name=pack)
     if (path := path_of_pack(name)) is None:
         raise Refused("pack.missing", pack=name, folders=folder_paths.get_folder_paths("custom_nodes"))
     if pack_fingerprint(path) != expected:
-        raise Refused("pack.other", pack=name, path=path)
+        ours, theirs = pack_files(path), files or {}
+        file = next((one for one in sorted({*ours, *theirs}) if ours.get(one) != theirs.get(one)), "")
+        raise Refused("pack.other", pack=name, path=path, file=file)
     module = module_of_pack(path)
     if module not in sys.modules:
         _import(name, module, os.path.join(path, "__init__.py") if os.path.isdir(path) else path)
     return module
 
 
-def _import(pack: str, name: str, file: str) -> None:
+def installed() -> list[str]:
+    """Returns the paths of the packs that ComfyUI imports when it starts, without ours."""
+    found = []
+    for folder in filter(os.path.isdir, folder_paths.get_folder_paths("custom_nodes")):
+        paths = [os.path.join(folder, name) for name in sorted(os.listdir(folder), key=str.lower)]
+        found += [path for path in paths if not path.endswith(("__pycache__", ".disabled"))
+                  and (os.path.isdir(path) or path.endswith(".py")) and os.path.realpath(path) != OURS]  # fmt: skip
+    return found
+
+
+def prepare_imports() -> None:
+    """Imports of ComfyUI what packs take for granted."""
     _stand_in_for_server()
     importlib.import_module(
         "comfy_extras.nodes_post_processing"
-    )  # nodes_latent imports it, and it that: not that first
+    )  # nodes_latent imports it, and it that: not to be first
+
+
+def _import(pack: str, name: str, file: str) -> None:
+    prepare_imports()
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None

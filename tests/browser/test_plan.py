@@ -77,6 +77,24 @@ def test_a_refusal_comes_first_and_its_button_leads_to_the_picture_and_to_times(
 
 
 @BOTH
+def test_compare_says_on_the_node_how_far_apart_a_step_of_each_sampler_is(page: Any) -> None:
+    config = ["CPParallelConfig", 340, 0, {"ring_degree": 1, "ulysses_degree": 2, "devices": "cpu,cpu"}]
+    sampler = ["CPSampler", 700, 500, {"steps": 4, "cfg": 1.0, "sampler_name": "euler_ancestral"}]
+    sockets = {0: ("model",), 1: ("positive", "negative"), 2: ("latent_image",), 3: ("cp_config",)}
+    links = [[source, 0, 4, name] for source, names in sockets.items() for name in names]
+    links += [[source, 0, 5, names[0]] for source, names in sockets.items()]
+    put(page, [LOADER, PROMPT, LATENT, config, sampler, ["CPPlan", 1100, 0, {"cfg": 1.0}]], links)
+    assert "takes one step of each sampler" in page.locator(".cp-plan").inner_text(), "before anybody presses it"
+    page.get_by_role("button", name="Compare", exact=True).click()
+    page.get_by_role("button", name="Comparing").wait_for()
+    page.wait_for_selector(".cp-picture", timeout=120_000)
+    page.get_by_role("button", name="Compare", exact=True).wait_for()
+    assert re.match(r"CP Sampler \(5\): equal to rounding\.", page.locator(".cp-table td").first.inner_text())
+    assert page.locator(".cp-table th").first.inner_text() == "Compare"
+    assert page.get_by_role("button", name="Measure", exact=True).is_enabled()
+
+
+@BOTH
 def test_its_report_and_buttons_are_there_after_an_undo(page: Any) -> None:
     config = ["CPParallelConfig", 340, 0, {"ring_degree": 2, "ulysses_degree": 2, "devices": "cpu,cpu"}]
     links = [[0, 0, 4, "model"], [1, 0, 4, "positive"], [2, 0, 4, "latent_image"], [3, 0, 4, "cp_config"]]

@@ -33,6 +33,8 @@ code, workers = (node_module(name) for name in ("describe.describer", "describe.
 specs, errors = pack_module("parallel_runtime.specs"), pack_module("parallel_runtime.errors")
 architecture_of = pack_module("parallel_runtime.architectures").architecture_of
 network_stats = pack_module("parallel_runtime.planning.network_stats")
+messages = pack_module("parallel_runtime.wire.messages")
+import_packs = pack_module("parallel_runtime.worker.comfy_loop.comfy_model").import_packs
 codec, packs = pack_module("parallel_runtime.loading.object_codec"), pack_module("parallel_runtime.loading.packs")
 
 
@@ -118,6 +120,29 @@ def packs_imported(rank: int, world: int) -> dict[str, str]:
         "new": "new.py@0123456789ab",
     }
     return {what: _why_not_imported(pack) for what, pack in asked.items()}
+
+
+def packs_of_two_machines(rank: int, world: int, another: dict[str, str]) -> str:
+    """What ComfyUI's process says of a pack whose files are, on the machine of rank 1, `another`; None removes one."""
+    files, seconds = (
+        {"__init__.py": "from . import nodes", "nodes.py": "VALUE = 0", "lib/same.py": ""},
+        packs.STARTED - 60,
+    )
+    hosts, own = Path(tempfile.mkdtemp()), Path(tempfile.mkdtemp())
+    for folder, contents in (hosts, files), (own, files | (another if rank == 1 else {})):
+        for name, source in contents.items():
+            if source is not None:
+                (folder / "there" / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / "there" / name).write_text(source)
+                os.utime(folder / "there" / name, (seconds, seconds))
+    folder_paths.add_model_folder_path("custom_nodes", str(own), is_default=True)
+    path = str(hosts / "there")
+    pack = f"there@{packs.pack_fingerprint(path)}"
+    try:
+        import_packs([pack], {pack: packs.pack_files(path)})
+    except errors.Refused as refused:
+        return str(messages.Refusal.of(refused).raised(f"10.0.0.{rank + 1}"))
+    return ""
 
 
 def _why_not_imported(pack: str) -> str:

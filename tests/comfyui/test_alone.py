@@ -226,11 +226,28 @@ def test_an_object_whose_class_is_in_no_module_of_comfyuis_is_refused_as_what_it
 def test_a_worker_imports_a_pack_of_the_same_files_alone_and_says_why_not_another(alone: Group) -> None:
     (why,) = alone.run(f"{CODE}packs_imported")
     assert why["there"] == ""
-    assert "has other files than that of ComfyUI's process" in why["other"]
+    assert "is another than that of ComfyUI's process: __init__.py differs" in why["other"]
     assert re.search(r"the pack nowhere is not in .*install it there", why["missing"])
     assert "is not part of ComfyUI" in why["outside"]
     assert "cannot be imported in a worker (SystemExit: 3)" in why["failing"]
     assert "new.py has changed since ComfyUI was started" in why["new"]
+
+
+@pytest.mark.parametrize(
+    ("another", "file"),
+    [({"nodes.py": "VALUE = 1"}, "nodes.py"), ({"nodes.py": None}, "nodes.py"), ({"lib/more.py": ""}, "lib/more.py")],
+    ids=["another", "missing", "more"],
+)
+def test_a_pack_of_another_version_on_another_machine_is_refused_with_pack_file_and_machine(
+    two: Group, another: dict[str, str | None], file: str
+) -> None:
+    first, second = two.run(f"{CODE}packs_of_two_machines", another=another)
+    assert re.search(rf"the pack there in /.*/there is another than .*: {file} differs.*\(on 10\.0\.0\.2\)$", second)
+    assert "there" not in first, "it is rank 1 whose refusal is shown"
+
+
+def test_a_pack_of_the_same_version_on_another_machine_is_imported_there(two: Group) -> None:
+    assert two.run(f"{CODE}packs_of_two_machines", another={}) == ["", ""]
 
 
 def test_a_hypernetwork_that_no_loader_has_read_is_refused(alone: Group) -> None:

@@ -26,7 +26,7 @@ def test_a_python_without_our_packages_is_told_how_to_get_them() -> None:
 def test_a_command_that_is_none_is_told_those_that_are() -> None:
     output = stderr_of("drmo")
     assert output.startswith("there is no command 'drmo'\n")
-    assert "usage: python -m parallel_runtime {demo,join,migrate,report}" in output
+    assert "usage: python -m parallel_runtime {demo,join,migrate,packs,report}" in output
     assert stderr_of().startswith("usage: ")
 
 

@@ -17,6 +17,7 @@ import torch
 from ...accelerators import version_of
 from ...errors import Refused
 from . import flux_steps, workflow
+from .compare import compare
 from .page import Page, in_a_line
 
 log = logging.getLogger(__name__)
@@ -30,7 +31,13 @@ def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     try:
+        if options.compare:
+            on_cpu = ["--cpu"] if options.devices == "cpu" else []
+            return compare(options.compare, find_comfyui(options.comfyui), [*on_cpu, *options.arguments])
         return _summarise_workflow(options) if options.workflow else _measure(options)
+    except KeyboardInterrupt:
+        log.info("stopped")
+        return 1
     except Refused as refused:
         log.info("%s", refused)
         return 1
@@ -131,6 +138,13 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         type=Path,
         help="measure nothing; write what a bug report needs of this workflow, without texts and file names",
     )
+    parser.add_argument(
+        "--compare",
+        type=Path,
+        help="measure nothing; take one step of each sampler of this workflow (exported for the API) natively and on "
+        "the workers, and say how far apart they are",
+    )
+    parser.add_argument("arguments", nargs="*", help="after --, with --compare: arguments of ComfyUI")
     options = parser.parse_args(arguments)
     options.world = options.world or ([1, 2] if options.devices == "cpu" else [1, 2, 4, 8])
     return options

@@ -44,7 +44,7 @@ CONTAINS = (
 
 def write(file: Path, out: Path, comfyui: str, versions: Json) -> Path:
     """Writes the summary of `file` beside `out`, and returns its path. Raises Refused where it cannot."""
-    workflow = summary(_read(file), _classes(comfyui))
+    workflow = summary(read(file), _classes(comfyui))
     packages = {name: version_of(name) for name in ("comfyui-frontend-package", "comfyui-workflow-templates")}
     report = {"versions": versions | {"comfyui": _comfyui_version(comfyui)} | packages, "workflow": workflow}
     path = (out / "workflow" if out.is_dir() else out).with_suffix(".workflow.json")
@@ -74,7 +74,7 @@ def summary(workflow: Any, class_of: Callable[[str], str]) -> Json:
     }
 
 
-def _read(file: Path) -> Any:
+def read(file: Path) -> Any:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import itemgetter
@@ -231,21 +231,23 @@ class ComfyModel(Model):
         self.patcher.give_back(nbytes)
 
 
-def import_packs(packs: Sequence[str]) -> None:
-    """Imports PACK@FINGERPRINTs: rank 0 first, since packs may write files then, and the others after it. Raises
-    Refused on all ranks where one cannot. Collective."""
+def import_packs(packs: Sequence[str], files: Mapping[str, dict[str, str]]) -> None:
+    """Imports PACK@FINGERPRINTs, with the `files` of each in ComfyUI's process: rank 0 first, since packs may write
+    files then, and the others after it. Raises Refused on all ranks where one cannot. Collective."""
     asked.update(packs)
     for first in (True, False) if packs else ():
         with refuse_on_all_ranks():
             for pack in packs if first == (rank() == 0) else ():
-                import_pack(pack)
+                import_pack(pack, files.get(pack))
 
 
 def load(
     additional: AdditionalModels, spec: ModelSpec, device: torch.device, on_progress: Callable[[float], None], _: Job
 ) -> ComfyModel:
     """Loads the model, and that of the negative prompt. Raises Refused where this rank cannot. Collective."""
-    import_packs([pack for one in (spec, spec.partner) if one for pack in packs_named(one.loader)])
+    for one in (spec, spec.partner):
+        if one is not None and (packs := packs_named(one.loader)):
+            import_packs(packs, json.loads(one.arguments)["pack_files"])
     partner = None if spec.partner is None else _load(additional, spec.partner, device, on_progress)
     return _load(additional, spec, device, on_progress, partner)
 

@@ -59,7 +59,7 @@ def run(model: ComfyModel, job: SamplingJob, progress: Progress) -> dict[str, An
         last = (step, x0, x, total)
         progress.step(step, total, x0, x)
 
-    import_packs(job.packs)
+    import_packs(job.packs, job.pack_files)
     model.check_replaced(job.replaced)
     pairs = model.with_partner(job.weight_patches)
     patchers = [of_model.clone(weight_patches, progress.loading) for of_model, weight_patches in pairs]

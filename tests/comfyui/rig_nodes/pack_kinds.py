@@ -4,6 +4,8 @@ every kind, and objects of every make. Each changes the latent, on any network t
 from __future__ import annotations
 
 import logging
+import os
+import time
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
@@ -197,6 +199,21 @@ def _each_head(model: ModelPatcher) -> None:
     model.model_options["transformer_options"]["optimized_attention_override"] = attend
 
 
+def _process(model: ModelPatcher) -> None:
+    """Does something else in a worker, whose environment names its rank."""
+    _post(lambda args: args["denoised"] * (1.2 if "RANK" in os.environ else 1.0), model)
+
+
+def _slow(model: ModelPatcher) -> None:
+    """Leaves time to do something in the middle of an evaluation's step."""
+
+    def slept(args: dict[str, Any]) -> torch.Tensor:
+        time.sleep(1)
+        return args["denoised"]
+
+    _post(slept, model)
+
+
 def _block_patch(model: ModelPatcher) -> None:
     """Between blocks of UNets and of Wan."""
 
@@ -213,7 +230,7 @@ def _block_patch(model: ModelPatcher) -> None:
 ON_MODEL: dict[str, Callable[[ModelPatcher], None]] = {
     **{function.__name__.removeprefix("_"): function for function in (
         _slots, _dataclass, _cache, _lru_cache, _pre_cfg, _latent_operation, _warped_sampling, _callbacks,
-        _weight_adapter, _weight_function, _replaced_attention, _each_head, _block_patch)},
+        _weight_adapter, _weight_function, _replaced_attention, _each_head, _process, _slow, _block_patch)},
     **{f"{kind} wrapper": _wrapper_of(kind) for kind in (
         WrappersMP.OUTER_SAMPLE, WrappersMP.PREPARE_SAMPLING, WrappersMP.SAMPLER_SAMPLE, WrappersMP.PREDICT_NOISE,
         WrappersMP.CALC_COND_BATCH, WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL)},
