@@ -1,5 +1,5 @@
 """Two tables: accelerators (torch device types, with their collective backend and environment) and attention kernels.
-Everything else goes through torch.accelerator. This module imports no torch.
+Memory, streams and graphs of CUDA are asked by torch.cuda, the rest by torch.accelerator. Imports no torch.
 """
 
 from __future__ import annotations
