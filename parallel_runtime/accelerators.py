@@ -1,5 +1,5 @@
 """Two tables: accelerators (torch device types, with their collective backend and environment) and attention kernels.
-Everything else goes through torch.accelerator. This module imports no torch.
+Memory, streams and graphs of CUDA are asked by torch.cuda, the rest by torch.accelerator. Imports no torch.
 """
 
 from __future__ import annotations
@@ -133,6 +133,9 @@ CUDA = Accelerator(
 XPU = Accelerator(kind="xpu", collectives="xccl", environment={"CCL_KVS_IFACE": "{interface}"})
 NPU = Accelerator(kind="npu", collectives="hccl", environment={"HCCL_SOCKET_IFNAME": "={interface}"})
 ACCELERATORS = {each.kind: each for each in (CUDA, XPU, NPU)}
+# A new row stands above those that are slower: `auto_on` has the compute capabilities on which that was measured
+# (tests/bench/RESULTS.md). It also wants a line in docs/parallel-config.md, and a stand-in of its package in
+# tests/engine/test_kernels.py.
 KERNELS = {  # auto takes the first one that it can
     each.name: each
     for each in (

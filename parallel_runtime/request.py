@@ -64,7 +64,9 @@ def widget(
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """Options of the engine, besides degrees and devices. Workers get them unchanged, in a Parallelism. A new option is
-    a field here, the code in the engine that reads it, and its words (see docs/architecture.md)."""
+    a field here and the code in the engine that reads `parallelism.options`. A network is split anew when it changes,
+    unless `Parallelism.without_run_options` (specs.py) leaves it out. Its words are a line in CPParallelConfig.md and
+    docs/parallel-config.md and seven tooltips in nodeDefs.json; tests.browser.templates writes the workflows anew."""
 
     # fmt: off
     rotate_method: RotateMethod = widget(

@@ -1,4 +1,5 @@
-"""What every test may rely on: `gpu` tests skip where torch sees no CUDA device, `of `sweep` tests a part runs.
+"""What every test may rely on: `gpu` tests skip where torch sees no CUDA device, and of `sweep` tests a part runs,
+each day another one.
 
 What was skipped is said in one line for each reason.
 """
@@ -9,10 +10,12 @@ import importlib.util
 import os
 from collections import Counter
 from collections.abc import Iterator
+from datetime import date
 
 import pytest
 
 SWEEP = "CP_TEST_SWEEP"
+DAY = "CP_TEST_DAY"  # the number of the day whose part of the cases runs; otherwise today's
 
 
 def _sees_cuda() -> bool:
@@ -24,8 +27,15 @@ def _sees_cuda() -> bool:
 
 
 def pytest_report_header() -> str | None:
-    partly = f"of tests marked `sweep` a part runs: all with ./tests/run --all or {SWEEP}=1, and what is named"
+    partly = (
+        f"of tests marked `sweep` the part of {DAY}={day()} runs: all with ./tests/run --all or {SWEEP}=1, and what is "
+        "named"
+    )
     return None if os.environ.get(SWEEP) else partly
+
+
+def day() -> int:
+    return int(os.environ.get(DAY) or date.today().toordinal())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -60,13 +70,16 @@ def _shares(item: pytest.Item) -> list[int | None]:
 
 
 def _most_various(cases: list[pytest.Item], used: Counter[tuple[str, str, str]]) -> Iterator[pytest.Item]:
-    """One in `one_in` of a function's cases, each time the one whose parameters the file has `used` least."""
-    cases = list(cases)
+    """One in `one_in` of a function's cases: the day's first, so that in as many days each has run, and then each time
+    the one whose parameters the file has `used` least."""
+    first = day() % len(cases)
+    cases = [*cases[first:], *cases[:first]]
+    chosen = cases[0]
     for _ in range(-(-len(cases) // max(filter(None, _shares(cases[0])), default=1))):
-        chosen = min(cases, key=lambda case: sum(used[value] for value in _values(case)))
         cases.remove(chosen)
         used.update(_values(chosen))
         yield chosen
+        chosen = min(cases, key=lambda case: sum(used[value] for value in _values(case)), default=chosen)
 
 
 def _values(case: pytest.Item) -> list[tuple[str, str, str]]:

@@ -115,9 +115,17 @@ def test_files_have_at_most_400_lines_and_functions_60() -> None:
 def test_files_that_the_design_names_are_there() -> None:
     folders = (RUNTIME, ROOT / "nodes", ROOT / "tests")
     files = [f"/{path.relative_to(ROOT)}" for folder in folders for path in folder.rglob("*.py")]
-    for document in ("docs/architecture.md", "CONTRIBUTING.md"):
-        named = re.findall(r"`([\w/]+\.py)`", (ROOT / document).read_text())
+    pages = [ROOT / "docs" / "architecture.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs" / "mechanisms").glob("*.md")]
+    for document in pages:
+        named = re.findall(r"`([\w/]+\.py)`", document.read_text())
         assert not [name for name in named if not any(path.endswith(f"/{name}") for path in files)], document
+
+
+def test_the_map_is_short_and_each_answer_of_it_is_one_line() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    assert len(text.encode()) <= 10_000
+    answers = text.partition("## Where do I change what")[2].splitlines()
+    assert [line for line in answers if len(line) > 160] == []
 
 
 def test_nothing_pickles_evaluates_or_swallows() -> None:

@@ -34,7 +34,7 @@ CACHED = "_cached"  # ends the names of what a forward keeps for longer sequence
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class KnownPart:
     """A module, or a plain object of ComfyUI's in one: its class, and the names of its attributes, of them those that
     are plain with their values, and those that are tensors."""
 
@@ -49,7 +49,7 @@ class Loaded:
     """What a file gives: by path the parts of the network and its LatentFormat, by name samples of the weights and the
     weights' shapes. Weights that are not in the file are left out."""
 
-    parts: dict[str, Part]
+    parts: dict[str, KnownPart]
     samples: dict[str, Tensor]
     shapes: dict[str, torch.Size]
 
@@ -73,7 +73,7 @@ def changed_attributes(model: ModelPatcher, path: str, load: Callable[[], Mapped
     return _plain_changes(parts, model, loaded.parts, path)
 
 
-def changed_since_made(model: ModelPatcher, made: dict[str, Part], path: str) -> str:
+def changed_since_made(model: ModelPatcher, made: dict[str, KnownPart], path: str) -> str:
     """Returns as `changed_attributes` what plain attributes are not as `made`, `parts_of` a network as a node put it
     into its model. Workers compare its layers and weights."""
     parts = dict(_parts(model.model.latent_format, model.model.diffusion_model))
@@ -85,7 +85,7 @@ def changed_since_made(model: ModelPatcher, made: dict[str, Part], path: str) ->
     return _plain_changes(parts, model, before, path)
 
 
-def _plain_changes(parts: dict[str, Any], model: ModelPatcher, before: dict[str, Part], path: str) -> str:
+def _plain_changes(parts: dict[str, Any], model: ModelPatcher, before: dict[str, KnownPart], path: str) -> str:
     changed = dict(_changed_values(parts, model, before))
     for name, (found, expected) in changed.items():
         if not isinstance(found, PLAIN) or not isinstance(expected, PLAIN):
@@ -132,7 +132,7 @@ def _missing_weights() -> Iterator[set[str]]:
         BaseModel.load_model_weights = load_weights
 
 
-def parts_of(latent_format: Any, network: nn.Module) -> dict[str, Part]:
+def parts_of(latent_format: Any, network: nn.Module) -> dict[str, KnownPart]:
     return {path: _part(owner) for path, owner in _parts(latent_format, network)}
 
 
@@ -152,9 +152,9 @@ def _has_attributes(kind: type) -> bool:
     return is_comfyui(kind) and not issubclass(kind, nn.Module | Tensor) and hasattr(kind, "__dict__")
 
 
-def _part(owner: Any) -> Part:
+def _part(owner: Any) -> KnownPart:
     own = {name: value for name, value in vars(owner).items() if not _is_bookkeeping(name)}
-    return Part(
+    return KnownPart(
         kind=_kind_of(owner),
         names=frozenset(vars(owner)),
         values={name: value for name, value in own.items() if _is_plain(value)},
@@ -199,7 +199,7 @@ def _check_modules(parts: dict[str, Any], loaded: Loaded, path: str) -> None:
 
 
 def _changed_values(
-    parts: dict[str, Any], model: ModelPatcher, before: dict[str, Part]
+    parts: dict[str, Any], model: ModelPatcher, before: dict[str, KnownPart]
 ) -> Iterator[tuple[str, tuple[Any, Any]]]:
     """Yields the names of plain attributes that differ, with the value found and that `before`. What an object patch of
     some MODEL has replaced is as it was before."""
@@ -241,7 +241,7 @@ def _check_weights(parts: dict[str, Any], model: ModelPatcher, loaded: Loaded, p
 
 
 def _weights(
-    parts: dict[str, Any], known: dict[str, Part], model: ModelPatcher | None = None
+    parts: dict[str, Any], known: dict[str, KnownPart], model: ModelPatcher | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields the parameters, buffers and other tensors of the `known` parts, those that `model` has patches in as they
     are without."""

@@ -29,7 +29,7 @@ from ...parallel_runtime.loading.fingerprint import stat_file
 from ...parallel_runtime.loading.node_loader import network_fingerprint
 from ...parallel_runtime.loading.packs import files_of, packs_named
 from ...parallel_runtime.specs import ModelSpec
-from .in_place import NETWORK, Part, changed_since_made, parts_of
+from .in_place import NETWORK, KnownPart, changed_since_made, parts_of
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class NodeCall:
 
     node: str
     inputs: dict[str, Any]
-    made: dict[str, Part]
+    made: dict[str, KnownPart]
 
 
 _calls: MutableMapping[Any, NodeCall] = WeakIdKeyDictionary()  # by ComfyUI's model around the network

@@ -24,7 +24,7 @@ from ..planning.run_plan import RunPlan
 from ..request import ParallelRequest
 from ..specs import Parallelism, Placement
 
-Run = tuple[RunPlan, Result]  # a row of the table
+DrawnRun = tuple[RunPlan, Result]  # a row of the table
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -71,7 +71,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def draw(options: argparse.Namespace) -> list[Run]:
+def draw(options: argparse.Namespace) -> list[DrawnRun]:
     """Returns the requested run, and the same on one worker."""
     gpus = torch.cuda.device_count()
     devices = options.devices or ("" if gpus > 1 else "cuda:0,cuda:0" if gpus else "")
@@ -90,7 +90,7 @@ def draw(options: argparse.Namespace) -> list[Run]:
     return runs
 
 
-def run(plan: RunPlan, job: DemoJob) -> Run:
+def run(plan: RunPlan, job: DemoJob) -> DrawnRun:
     placement, steps = plan.placement, len(job.sigmas) - 1
     print(f"starting {placement.world_size} worker(s) on {', '.join(placement.devices)} ...", flush=True)
     with WorkerGroup(placement) as group, tqdm(total=steps, unit="step") as bar:
@@ -105,7 +105,7 @@ def save(samples: Tensor, out: Path) -> None:
     picture.resize((picture.width * 4, picture.height * 4), Image.Resampling.BICUBIC).save(out)
 
 
-def table(runs: Sequence[Run], steps: int) -> str:
+def table(runs: Sequence[DrawnRun], steps: int) -> str:
     """Returns a line a run; the largest difference is that of the final latents [1, 16, H/8, W/8], relative to their
     standard deviation."""
     single = runs[-1][1].value["samples"]

@@ -37,7 +37,7 @@ Json = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class SwappedNode:
     """`place` is the subgraph or group node that holds the node, "" for the workflow itself."""
 
     node: str
@@ -50,7 +50,7 @@ class Change:
         return f"node {self.node}{where}: {self.before} -> {self.after}"
 
 
-def migrated(workflow: Any, *, back: bool = False) -> tuple[Json, list[Change]]:
+def migrated(workflow: Any, *, back: bool = False) -> tuple[Json, list[SwappedNode]]:
     """Returns a copy of `workflow` with CP nodes, or `back` with native ones, and what was changed. Raises ValueError
     for what is no workflow."""
     workflow, names = copy.deepcopy(workflow), NATIVE if back else REPLACEMENTS
@@ -147,7 +147,7 @@ def _items(value: Any) -> list[Json]:
     return [item for item in _list(value) if isinstance(item, dict)]
 
 
-def _swap_nodes(graph: Json, place: str, names: dict[str, str]) -> Iterator[Change]:
+def _swap_nodes(graph: Json, place: str, names: dict[str, str]) -> Iterator[SwappedNode]:
     nodes = _items(graph.get("nodes"))
     configs = [node for node in nodes if node.get("type") == CONFIG and node.get("mode", ALWAYS) == ALWAYS]
     for node in nodes:
@@ -224,17 +224,17 @@ def _number(value: Any) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _swap_on_canvas(node: Json, after: str, place: str) -> Change:
+def _swap_on_canvas(node: Json, after: str, place: str) -> SwappedNode:
     before, node["type"] = node["type"], after
     properties = node.get("properties")
     if isinstance(properties, dict):
         for name in ORIGIN:
             properties.pop(name, None)
         properties[NAME] = after
-    return Change(node=str(node.get("id", node.get("index", "?"))), before=before, after=after, place=place)
+    return SwappedNode(node=str(node.get("id", node.get("index", "?"))), before=before, after=after, place=place)
 
 
-def _swap_call(name: str, call: Json, names: dict[str, str], config: str | None) -> Change:
+def _swap_call(name: str, call: Json, names: dict[str, str], config: str | None) -> SwappedNode:
     before, after = call["class_type"], names[call["class_type"]]
     call["class_type"] = after
     inputs = call["inputs"] if isinstance(call.get("inputs"), dict) else {}
@@ -243,4 +243,4 @@ def _swap_call(name: str, call: Json, names: dict[str, str], config: str | None)
         call["inputs"] = {**inputs, SOCKET["name"]: [config, 0]}
     if isinstance(meta := call.get("_meta"), dict) and meta.get("title") == before:  # else the user chose it
         meta["title"] = after
-    return Change(node=name, before=before, after=after)
+    return SwappedNode(node=name, before=before, after=after)

@@ -1,1 +1,1 @@
-"""Exact parallel forwards of any torch network. Knows no ComfyUI, no sampler and no user of it."""
+"""Exact parallel forwards of any torch network. Imports no ComfyUI, and knows no sampler and no user of it."""

@@ -119,7 +119,7 @@ def report(
     profile, capacity = inputs.profile_of(plan), inputs.capacity.of(plan.ranks)
     measured = profile is not None and profile.bytes_per_second > 0
     by_auto = "degrees.measured" if measured else "degrees.unmeasured"
-    chosen = by_auto if inputs.is_free and degrees.context_parallel_size > 1 else "degrees"
+    chosen = by_auto if inputs.sequence_degrees_open and degrees.context_parallel_size > 1 else "degrees"
     replicated = replace(plan, weights=WeightPlacement(), entries_per_call=0)
     estimate = plan.estimate or evaluate(replicated, inputs)
     notes = [
@@ -297,7 +297,7 @@ def _speed(work: Work, plan: RunPlan, profile: DeviceProfile | None) -> str:
     degrees = plan.degrees
     group = replace(degrees, cfg_degree=1, data_degree=1, shares=())
     several, alone = (evaluation_seconds(work, each, profile) for each in (group, Parallelism()))
-    times = RunSetup.of(degrees, plan.placement).credible(alone / several) if several else None
+    times = RunSetup.of(degrees, plan.placement).plausible_speedup(alone / several) if several else None
     if times is None:
         return ""
     groups = degrees.cfg_degree * degrees.data_degree

@@ -46,7 +46,7 @@ class Loss:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class PastRun:
     """One run. `phases` are its finished states with their seconds, in order. `step_seconds` is the mean time between
     steps, without the first two if there are more; `waited` is the fraction of a step spent waiting for other workers,
     None if unknown. `alone` is the seconds a step on one worker: `measured` in a run of this size at the time
@@ -92,7 +92,7 @@ class Status:
     step: int = 0
     steps: int = 0
     ranks: tuple[RankStatus, ...] = ()
-    runs: tuple[Run, ...] = ()
+    runs: tuple[PastRun, ...] = ()
 
     @property
     def loaded(self) -> float:

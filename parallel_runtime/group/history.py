@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from ..request import EngineOptions
 from ..specs import Parallelism, Placement
-from .group_status import WORK, Run, Status
+from .group_status import WORK, PastRun, Status
 
 MAX_SPEEDUP_PER_WORKER = 1.2  # times as fast as one worker, for each worker: beyond that one of the runs was disturbed
 HISTORY_LENGTH = 8  # runs, and kinds of work, that are kept
@@ -51,7 +51,7 @@ class RunSetup:
     def alone(self) -> RunSetup:
         return RunSetup(kind=self.kind)
 
-    def credible(self, times: float | None) -> float | None:
+    def plausible_speedup(self, times: float | None) -> float | None:
         """Returns this speedup, or None if it is implausible, the devices are shared, or the result is not that of one
         worker (token patches)."""
         believed = times is not None and self.workers > 1 and times <= MAX_SPEEDUP_PER_WORKER * self.workers
@@ -75,7 +75,7 @@ class History:
     the workers, None where none does. `measuring`: CP Plan runs a few steps to measure."""
 
     def __init__(self) -> None:
-        self.runs: tuple[Run, ...] = ()
+        self.runs: tuple[PastRun, ...] = ()
         self.size = Size(None)
         self.sampler = ""
         self.requested_at: float | None = None
@@ -90,7 +90,9 @@ class History:
         paces = several[-1] if several else {}
         ordered = sorted(paces.values(), key=lambda pace: (pace.setup.workers, *pace.setup.degrees.by_name.values()))
         alone = {pace.setup: pace.seconds for pace in ordered}
-        speedups = (pace.setup.credible(alone.get(pace.setup.alone, math.inf) / pace.seconds) for pace in ordered)
+        speedups = (
+            pace.setup.plausible_speedup(alone.get(pace.setup.alone, math.inf) / pace.seconds) for pace in ordered
+        )
         return tuple(replace(pace, speedup=speedup) for pace, speedup in zip(ordered, speedups, strict=True))
 
     def cost(self, key: Hashable, workers: Sequence[int], steps: int) -> float | None:
@@ -113,7 +115,7 @@ class History:
         workers = now.placement.world_size if now.placement else 1
         kind = now.placement.device_kind if now.placement else ""
         if now.state in TIMED and self._begins_run(now.state):
-            self._append(Run(began=now.since, workers=workers, kind=kind, measuring=self.measuring))
+            self._append(PastRun(began=now.since, workers=workers, kind=kind, measuring=self.measuring))
         if now.state in ("loading", "sampling"):
             approximate = now.degrees is not None and now.degrees.options.approximate
             self._replace_last(
@@ -149,12 +151,12 @@ class History:
             return
         goes_on = self.runs[-1:] if self.runs and not self.runs[-1].end else ()  # a start, which stays the last one
         self.runs = self.runs[: len(self.runs) - len(goes_on)]
-        for run in (Run(began=at, end="refused", reason=reason), *goes_on):
+        for run in (PastRun(began=at, end="refused", reason=reason), *goes_on):
             self._append(run)
 
     def _split_off_early_start(self) -> None:
-        """Makes the part of a start before the run was requested a run by itself: it is no time of the run."""
-        start = self.runs[-1] if self.runs else Run()
+        """Counts only the start-up time after the run was requested; the rest becomes an entry of its own."""
+        start = self.runs[-1] if self.runs else PastRun()
         if (
             self.requested_at is None
             or self.requested_at <= start.began
@@ -168,8 +170,8 @@ class History:
         self._append(replace(start, began=self.requested_at, phases=remaining))
 
     def _begins_run(self, state: str) -> bool:
-        """Does a new run begin with this state? A start and encoding come before a run's steps, decoding after them,
-        and nothing comes after a run that did not end well."""
+        """Does a new run begin with this state? The order within a run is start, encoding, loading, steps, decoding;
+        a run that failed, was cancelled or refused has ended."""
         if not self.runs or state == "starting" or self.runs[-1].end not in ("", "idle"):
             return True
         phases = {name for name, _ in self.runs[-1].phases}
@@ -177,7 +179,7 @@ class History:
             return bool(phases & {"loading", "sampling", "decoding"})
         return state == "encoding" and bool(phases & {"sampling", "decoding"})
 
-    def _with_single_worker(self, run: Run, setup: RunSetup) -> Run:
+    def _with_single_worker(self, run: PastRun, setup: RunSetup) -> PastRun:
         """Adds the seconds a step on one worker: measured with this sampler, else scaled from another sampler, else
         estimated."""
         if run.step_seconds is None or run.workers == 1:
@@ -186,7 +188,7 @@ class History:
         own = paces.get(self.sampler, {}).get(setup.alone)
         others = [one for one in paces.values() if {setup.alone, setup} <= one.keys()]
         ratio = others[-1][setup.alone].seconds / others[-1][setup].seconds if others else self.size.speedup
-        times = setup.credible(own.seconds / run.step_seconds if own is not None else ratio)
+        times = setup.plausible_speedup(own.seconds / run.step_seconds if own is not None else ratio)
         if not times:
             return replace(run, alone=None, measured=False)
         source = own or (others[-1][setup.alone] if others else None)
@@ -207,7 +209,7 @@ class History:
             known[self.sampler] = paces
             self._paces = dict([*self._paces.items(), (self.size.key, known)][-HISTORY_LENGTH:])
 
-    def _append(self, run: Run) -> None:
+    def _append(self, run: PastRun) -> None:
         """Adds a run. If there are too many, the oldest start or measurement goes first, then the oldest run."""
         runs = (*self.runs, run)
         if len(runs) > HISTORY_LENGTH:
@@ -218,7 +220,7 @@ class History:
             runs = (*runs[:first], *runs[first + 1 :])
         self.runs = runs
 
-    def _replace_last(self, run: Run) -> None:
+    def _replace_last(self, run: PastRun) -> None:
         self.runs = (*self.runs[:-1], run)
 
 

@@ -47,7 +47,9 @@ def start_workers(
         processes = Processes(placement, activity, transport)
         try:
             is_last = transport is transports[-1]
-            profile = processes.meet(comfy, timeout, timeout if is_last else min(timeout, CONNECT_SECONDS), watch)
+            profile = processes.start_and_connect(
+                comfy, timeout, timeout if is_last else min(timeout, CONNECT_SECONDS), watch
+            )
         except NotConnected as error:
             processes.close()
             log.warning("[CP] %s", error)
@@ -99,7 +101,7 @@ class Processes:
         self._server.listen(placement.world_size)
         self._server.settimeout(POLL_SECONDS)
 
-    def meet(
+    def start_and_connect(
         self, comfy: ComfySetup | None, timeout: float, connect_timeout: float, watch: Callable[[], None]
     ) -> DeviceProfile:
         """Starts every rank, accepts it and waits until the group has formed, which has `connect_timeout` seconds from

@@ -48,7 +48,10 @@ class PayloadCache:
     @contextmanager
     def unsent_parts(self, job: Job, model: ModelSpec) -> Iterator[Job]:
         """Yields the job without what the workers have. If the block does not raise, the workers have all of it; until
-        then they count as having no weight patches of this model."""
+        then they count as having no weight patches of this model.
+
+        A LoRA's new strength is another `patches_fingerprint`, so it sends all weight patches of the MODEL and of its
+        partner again. A SamplingJob's other fields are sent in each run, an EvaluationJob's conditions once."""
         has_patches = self.has_model(model)
         try:
             payload = self._without_sent(job) if has_patches else job

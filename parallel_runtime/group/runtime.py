@@ -88,15 +88,15 @@ class Runtime:
     def exclusive(self, group: WorkerGroup) -> Iterator[WorkerGroup | None]:
         """Yields `group` once no other thread uses it; None if it has ended, also during the wait: the thread with the
         lock then starts another one, which may take minutes."""
-        with self._locked(lambda: self.group is group) as alone:
-            yield group if alone and self.live is group else None
+        with self._locked(lambda: self.group is group) as acquired:
+            yield group if acquired and self.live is group else None
 
     @contextmanager
     def idle_group(self) -> Iterator[WorkerGroup | None]:
         """Yields the live group, which no other thread uses or ends meanwhile; None if there is none or it is busy,
         also between two evaluations of a run."""
-        with self._locked() as alone:
-            yield self.live if alone and self._activity.now.state not in BUSY else None
+        with self._locked() as acquired:
+            yield self.live if acquired and self._activity.now.state not in BUSY else None
 
     def start_ahead(self, placement: Placement, comfy: ComfySetup | None, *, queued: bool = True) -> None:
         """Starts the group on another thread, if none is alive, for a `queued` prompt or a later one. The run that
@@ -110,12 +110,12 @@ class Runtime:
         few times a second."""
         group = self.group
         if group is not None and self._activity.now.state in RESTING and not group.alive:
-            with self._locked() as alone:
-                if alone:
+            with self._locked() as acquired:
+                if acquired:
                     group.check_alive()
         if self._idle_too_long:
-            with self._locked() as alone:
-                if alone and self._idle_too_long:
+            with self._locked() as acquired:
+                if acquired and self._idle_too_long:
                     reason = say("ended.idle", seconds=f"{self.idle_seconds:g}")
                     log.info("[CP] the workers have stopped: %s", reason)
                     self._close()
@@ -201,8 +201,8 @@ class Runtime:
 
     def _start_ahead(self, placement: Placement, comfy: ComfySetup | None) -> None:
         try:
-            with self._locked() as alone:
-                if alone and self.live is None:
+            with self._locked() as acquired:
+                if acquired and self.live is None:
                     self._current(placement, comfy, self._unless_closing)
                     self._last_used_at = time.monotonic()
         except ParallelError as error:

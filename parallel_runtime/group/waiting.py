@@ -33,7 +33,7 @@ class Waiting:
         self.limits = limits
 
     @property
-    def over(self) -> bool:
+    def all_answered(self) -> bool:
         return len(self.answers) == len(self._channels)
 
     @property

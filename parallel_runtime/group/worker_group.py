@@ -205,7 +205,7 @@ class WorkerGroup:
         limits = SilenceLimits(ranks, load=limit, stall=stall, cancel=CANCEL_SECONDS, longest_step=longest_step)
         waiting = Waiting(self._processes, job, limits, self.activity)
         try:
-            while not waiting.over:
+            while not waiting.all_answered:
                 watch()
                 for step, x0, x, total in waiting.listen():
                     on_step(step, x0, x, total)
@@ -221,7 +221,7 @@ class WorkerGroup:
         self.activity.cancelling()
         try:
             self._processes.ask(Cancel(job))
-            while not waiting.over:
+            while not waiting.all_answered:
                 for _ in waiting.listen():
                     pass
             self.activity.cancelled()

@@ -19,7 +19,7 @@ from .plan_inputs import PlanInputs
 from .request_checks import check_placement, check_request, check_workers, unused_shares
 from .run_plan import RunPlan
 from .seconds import alone_seconds_by_rank, are_heterogeneous, rotate_method_for, shares_by_speed
-from .work_shares import are_uneven, are_unused, requested_shares
+from .work_shares import are_uneven, requested_shares, shares_have_no_effect
 
 
 def default_plan(inputs: PlanInputs) -> RunPlan:
@@ -37,7 +37,7 @@ def default_plan(inputs: PlanInputs) -> RunPlan:
     )
     check_placement(request, placement)
     taken = _with_shares(inputs, degrees if inputs.may_split_prompts else _without_cfg_degree(inputs, degrees))
-    if are_unused(taken):
+    if shares_have_no_effect(taken):
         if inputs.network.divisible or (request.cfg_degree and local_workers == (len(devices) or local_workers)):
             raise unused_shares(request.shares, _without_cfg_degree(inputs, degrees))
         taken = replace(taken, shares=())  # of a config that a VAE has, too
@@ -54,7 +54,7 @@ def candidates(inputs: PlanInputs) -> Iterator[RunPlan]:
         for degrees in _degrees(inputs, default, placement):
             plan = replace(default, degrees=degrees, placement=placement)
             if set(devices) < set(everything):
-                plan = plan.among(everything, [everything.index(device) for device in devices])
+                plan = plan.on_subset(everything, [everything.index(device) for device in devices])
             plans.append(plan)
     if not inputs.network.row_levels:  # a device that only repeats what others compute is better left out
         plans.sort(key=lambda plan: plan.degrees.data_degree)
@@ -68,7 +68,7 @@ def _device_subsets(inputs: PlanInputs, default: RunPlan) -> Iterable[tuple[str,
     request, devices, subsets = inputs.request, default.placement.devices, []
     if inputs.only is not None or default.placement.shared or request.nnodes > 1:
         return [devices if inputs.only is None else inputs.only.devices]
-    may_split_rows = inputs.network.row_levels and inputs.is_free and request.pipeline_degree <= 1
+    may_split_rows = inputs.network.row_levels and inputs.sequence_degrees_open and request.pipeline_degree <= 1
     if may_split_rows and request.weights != "shard":  # a shard takes several workers for each prompt
         prompts = 1 if inputs.batch_coupled or request.cfg_degree == 1 else 2
         first = prompts * max(1, request.data_degree)
@@ -105,7 +105,7 @@ def _degrees(inputs: PlanInputs, default: RunPlan, placement: Placement) -> list
     first = _default_degrees(inputs, workers)
     first = first if inputs.may_split_prompts else _without_cfg_degree(inputs, first)
     found, groups = [first], [first.data_degree]
-    if inputs.is_free and request.pipeline_degree <= 1:
+    if inputs.sequence_degrees_open and request.pipeline_degree <= 1:
         if not request.data_degree and not inputs.is_coupled and not placement.shared and placement.nnodes == 1:
             assert inputs.work is not None
             if not are_heterogeneous(inputs.work, default.placement, inputs.profile_of(default)):
@@ -136,8 +136,8 @@ def _usable(inputs: PlanInputs, degrees: Parallelism) -> list[Parallelism]:
     """Returns the degrees with the request's shares, if these are for as many workers, and divide what can be."""
     with suppress(Refused):
         taken = _with_shares(inputs, degrees)
-        if not are_unused(taken) or not inputs.network.divisible:
-            return [replace(taken, shares=()) if are_unused(taken) else taken]
+        if not shares_have_no_effect(taken) or not inputs.network.divisible:
+            return [replace(taken, shares=()) if shares_have_no_effect(taken) else taken]
     return []
 
 
@@ -164,7 +164,7 @@ def _auto_cfg_degree(inputs: PlanInputs, workers: int) -> int:
     # Each branch of guidance would have a copy of the weights, which a shard keeps small; and prompts are not divided,
     # so uneven shares need the sequence.
     may_split = inputs.request.weights != "shard" and not are_uneven(inputs.request.shares)
-    return 2 if inputs.may_split_prompts and inputs.is_free and workers % 2 == 0 and may_split else 1
+    return 2 if inputs.may_split_prompts and inputs.sequence_degrees_open and workers % 2 == 0 and may_split else 1
 
 
 def _sequence_degrees(inputs: PlanInputs, workers: int) -> list[tuple[int, int]]:
@@ -173,7 +173,7 @@ def _sequence_degrees(inputs: PlanInputs, workers: int) -> list[tuple[int, int]]
     ring, ulysses, heads = inputs.request.ring_degree, inputs.request.ulysses_degree, inputs.network.heads
     if not inputs.network.divisible:
         return [(1, 1)]
-    if inputs.is_free and not inputs.has_no_ring:
+    if inputs.sequence_degrees_open and not inputs.has_no_ring:
         degrees = (degree for degree in range(workers, 0, -1) if workers % degree == 0 == heads % degree)
         return [(workers // degree, degree) for degree in degrees]
     ring = ring or int(inputs.has_no_ring)

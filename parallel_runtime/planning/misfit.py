@@ -1,5 +1,8 @@
 """Says what memory is missing: the sentence of a model that does not fit, with the nearest change that would fit, and
-the device that lacks memory for a plan at this moment."""
+the device that lacks memory for a plan at this moment.
+
+`MemoryModel.fits` decides; while planning resolve.py refuses with `memory.misfit`. The refusal `memory.taken` of a
+plan that fitted then, at the start of its run, is in nodes/remote/lease.py."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from .work_shares import are_automatic
 class PlanInputs:
     """`request`, for a `network`, on a host with `gpus` visible GPUs of a `kind`.
 
-    Of a network that is not divisible only prompts and images are shared out; to split one by rows of its picture pays
+    A network without a split plan shares out prompts and images only; to split one by rows of its picture pays
     for large pictures alone. `guided`: positive and negative prompt are both evaluated, by workers of their own unless
     something sees all prompts and images at once (`batch_coupled`); otherwise the workers of cfg_degree join the
     sequence, or the entries of the batch.
@@ -72,7 +72,7 @@ class PlanInputs:
         return bool(self.network.no_lse) or self.request.pipeline_degree > 1
 
     @property
-    def is_free(self) -> bool:
+    def sequence_degrees_open(self) -> bool:
         """Does the request leave open how a sequence is split?"""
         return not self.request.ring_degree and not self.request.ulysses_degree
 
@@ -89,7 +89,7 @@ class PlanInputs:
     @property
     def may_leave_devices(self) -> bool:
         """May a plan do without some of the devices?"""
-        return self.automatic_devices or (bool(self.network.row_levels) and self.is_free)
+        return self.automatic_devices or (bool(self.network.row_levels) and self.sequence_degrees_open)
 
     @property
     def automatic_devices(self) -> bool:

@@ -15,9 +15,9 @@ from .plan_inputs import PlanInputs
 from .run_plan import Estimate, RunPlan
 from .seconds import FAST, are_measured, averaged, evaluation_seconds
 
-CLEARLY = 0.95  # of the seconds that other workers take: what is less apart is noise, and others have to start
+CLEARLY = 0.95  # other workers are taken for a plan that is at least 5 % faster: less is noise, and they have to start
 NEARLY = 0.97  # of the seconds of a ring on fast links: Ulysses, which comes first, has fewer kernels and launches
-SLOW = 4e9  # bytes/s: an Ethernet, and no bus
+SLOW_LINK_BYTES_PER_SECOND = 4e9  # between 10 GbE (1.2e9) and PCIe 4 x16 (3e10)
 
 
 def resolve(inputs: PlanInputs) -> RunPlan:
@@ -68,7 +68,7 @@ def ranked(inputs: PlanInputs) -> list[RunPlan]:
     fitting = [plan for plan in plans if plan.estimate and plan.estimate.fits]
     if inputs.request.pipeline_degree == 0:  # a pipeline is for weights that have no other place nearby
         usual = [plan for plan in fitting if plan.degrees.pipeline_degree == 1]
-        fitting = usual if any(plan.estimate and plan.estimate.nearby for plan in usual) else fitting
+        fitting = usual if any(plan.estimate and plan.estimate.fetch_is_fast for plan in usual) else fitting
     (first,) = _fastest(fitting or plans[:1], lambda plan: None, CLEARLY)
     return [first, *sorted((plan for plan in plans if plan is not first), key=lambda plan: plan.seconds)]
 
@@ -106,7 +106,7 @@ def evaluate(plan: RunPlan, inputs: PlanInputs) -> Estimate:
         seconds=batches * (compute + exposed),
         batch_seconds=compute + exposed,
         exposed_seconds=exposed,
-        nearby=not 0 < _fetch_speed(weights, profile) < SLOW,
+        fetch_is_fast=not 0 < _fetch_speed(weights, profile) < SLOW_LINK_BYTES_PER_SECOND,
     )
 
 

@@ -16,8 +16,8 @@ class Estimate:
 
     `seconds` are those of evaluating all prompts once, 0 where nothing was measured; `batch_seconds` those of one
     batch, of which a rank waits `exposed_seconds` for the weights that it fetches. Buffers include the keys and values
-    that token patches keep. `fits`: each rank may take what it needs, and main memory has enough. `nearby`: weights are
-    not fetched over a slow link."""
+    that token patches keep. `fits`: each rank may take what it needs, and main memory has enough. `fetch_is_fast`:
+    weights are not fetched over a slow link."""
 
     weight_bytes_by_rank: tuple[int, ...]
     activation_bytes_by_rank: tuple[int, ...]
@@ -27,7 +27,7 @@ class Estimate:
     seconds: float = 0.0
     batch_seconds: float = 0.0
     exposed_seconds: float = 0.0
-    nearby: bool = True
+    fetch_is_fast: bool = True
 
     @property
     def workspace_bytes_by_rank(self) -> tuple[int, ...]:
@@ -71,7 +71,7 @@ class RunPlan:
             return 0.0
         return self.estimate.seconds if self.estimate.fits else float("inf")
 
-    def among(self, devices: tuple[str, ...], ranks: Sequence[int]) -> RunPlan:
+    def on_subset(self, devices: tuple[str, ...], ranks: Sequence[int]) -> RunPlan:
         """Returns this plan as one that has the ranks `ranks` of all `devices`, and leaves the others out."""
         left_out = tuple(device for rank, device in enumerate(devices) if rank not in ranks)
         return replace(self, ranks=tuple(ranks), left_out=left_out)

@@ -12,10 +12,10 @@ from .work_shares import in_proportion, work_fractions
 
 log = logging.getLogger(__name__)
 
-BEHIND = 1.05  # times the mean: a slowest rank above it is waited for
-# Seconds of computing in a step: shorter ones say nothing of the device, which workers may share.
-LEAST, LEAST_TOGETHER = 0.02, 0.4
-TWICE = 2
+MIN_IMBALANCE = 1.05  # the slowest rank's time in means of all ranks, from which the others wait for it
+# Computing times of a step in seconds; shorter ones say nothing of the device, which several workers may share.
+MIN_STEP_SECONDS, MIN_STEP_SECONDS_SHARED_DEVICE = 0.02, 0.4
+RUNS_BEFORE_CHANGE = 2
 
 Key = tuple[ModelSpec, Parallelism]
 Shares = tuple[int, ...]
@@ -23,27 +23,27 @@ Shares = tuple[int, ...]
 
 @dataclass(eq=False)
 class _Tried:
-    """The shares of one model by its degrees. The slowest rank's time, in means of all ranks, is in `before` with the
-    shares that these replaced, and in `settled` where no better ones were found."""
+    """The shares of one model by its degrees. An imbalance is the slowest rank's time in means of all ranks:
+    `previous` is that before the last change, with its shares, and `accepted_imbalance` could not be improved."""
 
     shares: Shares
     behind: int = 0  # runs in a row
-    before: tuple[float, Shares] | None = None
-    settled: float = 1.0
+    previous: tuple[float, Shares] | None = None
+    accepted_imbalance: float = 1.0
 
     def ran(self, slowest: float, better: Shares) -> None:
         """Notes a run by these shares; `better` ones would follow from the speeds alone. Shares that gained nothing
         give way to the last ones, which stay: where work is not in proportion to shares (whole heads), two might
         alternate forever."""
-        self.behind = self.behind + 1 if slowest > BEHIND * self.settled else 0
-        if self.behind < TWICE:
+        self.behind = self.behind + 1 if slowest > MIN_IMBALANCE * self.accepted_imbalance else 0
+        if self.behind < RUNS_BEFORE_CHANGE:
             return
         self.behind = 0
-        if self.before is not None and slowest >= self.before[0]:
-            self.settled, self.shares = self.before
-            self.before = None
+        if self.previous is not None and slowest >= self.previous[0]:
+            self.accepted_imbalance, self.shares = self.previous
+            self.previous = None
         else:
-            self.before, self.shares, self.settled = (slowest, self.shares), better, 1.0
+            self.previous, self.shares, self.accepted_imbalance = (slowest, self.shares), better, 1.0
 
 
 class ShareBalance:
@@ -67,7 +67,8 @@ class ShareBalance:
         measure."""
         known = [each for each in seconds if each is not None]
         shares = degrees.shares or (1,) * degrees.world_size
-        if not known or len(known) < len(seconds) or max(known) < (LEAST_TOGETHER if self._placement.shared else LEAST):
+        least = MIN_STEP_SECONDS_SHARED_DEVICE if self._placement.shared else MIN_STEP_SECONDS
+        if not known or len(known) < len(seconds) or max(known) < least:
             return
         tried = self._tried.get(_key(model, degrees))
         if tried is None or (tried.shares or (1,) * len(shares)) != shares:  # the user chose them

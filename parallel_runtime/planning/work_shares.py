@@ -48,7 +48,7 @@ def _numbers(shares: str) -> tuple[int, ...]:
     return tuple(map(int, words)) if known else ()
 
 
-def are_unused(degrees: Parallelism) -> bool:
+def shares_have_no_effect(degrees: Parallelism) -> bool:
     """Do the shares differ only between the groups of cfg_degree, which have a prompt each whatever their shares?"""
     even = all(len(set(shares)) == 1 for shares in degrees.cp_group_shares)
     return len(set(degrees.shares)) > 1 and even and len(set(degrees.data_group_shares)) == 1

@@ -110,8 +110,8 @@ class Channel:
 
 
 def ready(sock: socket.socket, events: int, seconds: float | None) -> bool:
-    """Returns whether one of poll's `events` comes within `seconds`; None: waits for it. True also where the connection
-    is over, here or there: what the caller does next then says so. select.select takes no descriptor above 1,023."""
+    """Returns whether one of poll's `events` comes within `seconds`; None: waits for it. True also on hang-up: the next
+    receive() then raises EOFError. select.select takes no descriptor above 1,023."""
     poll = select.poll()
     try:
         poll.register(sock, events)

@@ -217,8 +217,8 @@ class Denied:
 
 @dataclass(frozen=True)
 class Ended:
-    """Reports the end of a torchrun: the workers that did not end well, the first one first, or its own `error`. From
-    another machine it brings the `last_line` that its workers printed, the first one to go if there is one."""
+    """Reports the end of a torchrun: `causes` are the failed workers in order of failure, `error` is torchrun's
+    own, and `last_line` the output, on another machine, of the first worker to fail."""
 
     causes: tuple[Cause, ...] = ()
     error: str = ""

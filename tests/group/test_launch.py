@@ -38,7 +38,7 @@ def test_a_private_folder_with_a_very_long_path_will_do(tmp_path, monkeypatch):
 
 def test_strangers_at_the_socket_are_shown_the_door(monkeypatch):
     greetings = [b"rubbish", b'{"type": "Ready"}', encode(Ready(0, 1, "tökén", PROTOCOL)), encode(Heartbeat(1))]
-    meet = Processes.meet
+    meet = Processes.start_and_connect
 
     def with_strangers(self, *arguments):
         self._server.listen(1 + len(greetings))  # for so many at once
@@ -59,7 +59,7 @@ def test_strangers_at_the_socket_are_shown_the_door(monkeypatch):
 
 
 def test_workers_of_another_version_are_refused_at_the_handshake(monkeypatch):
-    meet = Processes.meet
+    meet = Processes.start_and_connect
 
     def with_an_old_worker(self, *arguments):
         worker = Channel.connect(self._address)

@@ -111,10 +111,12 @@ def drawn(dice: random.Random) -> tuple[PlanInputs, Work, DeviceProfile]:
     return replace(wish(count), work=work, profile=known, capacity=capacity), work, known
 
 
-def test_what_is_taken_is_the_best_to_an_estimates_noise_and_stays() -> None:
+@pytest.mark.sweep(one_in=5)
+@pytest.mark.parametrize("part", range(5))
+def test_what_is_taken_is_the_best_to_an_estimates_noise_and_stays(part: int) -> None:
     dice, left_out, nowhere = random.Random(7), 0, 0
-    for _ in range(150):
-        inputs, work, known = drawn(dice)
+    draws = [drawn(dice) for _ in range(150)]
+    for inputs, work, known in draws[part::5]:
         plans = ranked(inputs)
         best = plans[0]
         least = min(plan.seconds for plan in plans)
@@ -129,7 +131,7 @@ def test_what_is_taken_is_the_best_to_an_estimates_noise_and_stays() -> None:
             assert best.seconds >= 0.95 * alone, "no card is faster than it measured"
         left_out += bool(best.left_out)
         nowhere += any(plan.seconds == math.inf for plan in plans)
-    assert 10 < left_out < 140
+    assert 2 < left_out < 28
     assert nowhere
 
 

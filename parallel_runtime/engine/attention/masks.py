@@ -59,8 +59,8 @@ class Mask:
         return self._cached("fully masked", find)
 
     def hides(self, start: int, size: int) -> bool:
-        """Returns whether it is known that no query sees these keys. Looked at only where that costs no wait for the
-        device: blocks that are hidden anyway merge to nothing."""
+        """Returns whether it is known that no query sees these keys. Only masks on the CPU are checked: on a GPU a
+        fully hidden block merges with weight 0 anyway, and to look would wait for the device."""
         if self.pairs.device.type != "cpu" or self.pairs.dtype != torch.bool:
             return False
         return self._cached(("hides", start, size), lambda: not self.pairs[..., start : start + size].any().item())

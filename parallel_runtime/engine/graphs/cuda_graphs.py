@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
-Run = Callable[[], Any]
+Forward = Callable[[], Any]
 LRU_CACHE = type(functools.lru_cache(int))
 
 # All that a forward raises: one that succeeded a moment ago may fail in a capture by what a capture forbids.
@@ -26,13 +26,13 @@ class Recorder:
         self._pool = torch.cuda.graph_pool_handle()
         self._constants = Constants()
 
-    def warm_up(self, run: Run) -> Any:
+    def warm_up(self, run: Forward) -> Any:
         """Calls `run` eagerly, and notes the constants that its recording needs. Returns what `run` returned."""
         self._constants = Constants()
         with self._constants:
             return run()
 
-    def record(self, run: Run) -> Graph:
+    def record(self, run: Forward) -> Graph:
         """Records `run`. Raises RuntimeError where it cannot be recorded; nothing ran then. Collective where `run`
         is."""
         try:
@@ -46,7 +46,7 @@ class Graph:
     """A recorded run. `out` is what the run returned: memory that each replay overwrites. `nbytes` of the device stay
     allocated until the graph is deleted."""
 
-    def __init__(self, run: Run, pool: Any, constants: Constants) -> None:
+    def __init__(self, run: Forward, pool: Any, constants: Constants) -> None:
         self._graph = torch.cuda.CUDAGraph()
         self._constants = constants  # each replay copies from them
         self.out: Any = None

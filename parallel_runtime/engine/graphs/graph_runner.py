@@ -1,5 +1,4 @@
-"""Decides when a network's forwards are recorded as CUDA graphs, replayed, or run eagerly. Knows no network and no
-CUDA.
+"""Decides when a network's forwards are recorded as CUDA graphs, replayed, or run eagerly. Knows no network.
 
 It replaces the call of the network, outside of all hooks. How a recording is made is in cuda_graphs.py.
 """
@@ -176,8 +175,8 @@ class GraphRunner:
     and `eager_reason` why it must stay eager now, or ""; the first and the last may raise Unrecordable. `any_rank`
     combines a flag of all ranks that share a forward, which record, replay and stay eager alike. `on_recording` is
     called with True when a recording begins and with False at its end. `other_models_bytes` is the size of other
-    models' recordings. `before_timing` is called before the evaluation whose time decides, so that its parts are not
-    timed: that would make it longer.
+    models' recordings. `before_timing` is called before the deciding measurement, to stop communication timers, which
+    slow it.
     """
 
     network: nn.Module

@@ -99,8 +99,8 @@ def package_missing_reason(package: str, function: str = "") -> str:
 
 @cache
 def _imported(package: str) -> Any:
-    """Returns the package, or why there is none. Several were built for one PyTorch only, and fail in another as they
-    like."""
+    """Returns the package, or why there is none. Wheels that were built for another PyTorch raise any of
+    these."""
     try:
         module = importlib.import_module(package)
     except (ImportError, OSError, RuntimeError) as error:

@@ -1,6 +1,6 @@
 """Makes a UNet's ControlNet context parallel: its own forward runs on the rows that this rank has in the UNet.
 
-The residuals that it returns are this rank's rows too. RowDivision, which divides the UNet, takes them as they are.
+It returns only this rank's rows of each residual, which the UNet's RowDivision expects.
 """
 
 from __future__ import annotations

@@ -24,9 +24,12 @@ PICTURE_DIMS = 4  # of the least that has rows and columns
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Levels(Share):
     """Level l has ceil(rows / 2**l) rows of ceil(across / 2**l) pixels, where `rows` and `across` are the latent's and
-    `depth` is the last level. `units` are rows of that one: rank i begins where its first unit begins, at every level,
-    so that row j of level l + 1 and rows 2j and 2j + 1 of level l are always one rank's. The last rank ends where the
-    level ends; it alone may have less than two rows for one.
+    `depth` is the last level. `units` are each rank's rows of that one, and its rows of the others follow, here of
+    11 rows with depth 2 and units 2 and 1 (only the last rank may have less than two rows for one):
+
+        level 2    0         1       | 2
+        level 1    0    1    2   3   | 4    5
+        level 0    0 1  2 3  4 5 6 7 | 8 9  10
 
     The level of a tensor follows from its side that is not split, which is the same on all ranks. `source` is this
     rank's rows of a picture and the full picture, if every rank has it: neighbours' rows need not travel then.

@@ -65,8 +65,8 @@ class PipeFusion:
 
     @contextmanager
     def in_flight(self) -> Iterator[None]:
-        """Evaluations in this context are of one step, distinguished by their order too. Branches of the previous step
-        that this one lacks are forgotten."""
+        """All evaluations inside belong to one sampler step, and are told apart by their order too. Cached keys of
+        branches that are not seen in it are dropped."""
         self._step_keys = []
         try:
             yield

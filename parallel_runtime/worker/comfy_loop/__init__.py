@@ -1,4 +1,4 @@
-"""ComfyUI's own sampling loop on this rank, around its own networks. Knows no model family and no parallelism."""
+"""ComfyUI's own sampling loop on this rank, around its own networks. Knows no model family."""
 
 from __future__ import annotations
 
