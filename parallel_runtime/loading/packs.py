@@ -149,7 +149,7 @@ def _import(pack: str, name: str, file: str) -> None:
     _stand_in_for_server()
     importlib.import_module(
         "comfy_extras.nodes_post_processing"
-    )  # nodes_latent and it import each other: not that first
+    )  # nodes_latent imports it, and it that: not that first
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
+import comfy.ldm.modules.attention
 import torch
 from torch import nn
 
@@ -164,8 +165,8 @@ def _module(value: Any) -> str:
 def _chosen_attention() -> Any:
     """Returns what ComfyUI chose as it started: most modules of networks have it, though a pack that was imported
     before us may have set another in some."""
-    attentions = (vars(module).get(ATTENTION[0]) for module in _loaded(NETWORKS))
-    return Counter(one for one in attentions if is_comfyui(one)).most_common(1)[0][0]
+    chosen = (vars(module).get(ATTENTION[0]) for module in [comfy.ldm.modules.attention, *_loaded(NETWORKS)])
+    return Counter(one for one in chosen if is_comfyui(one)).most_common(1)[0][0]
 
 
 @functools.cache

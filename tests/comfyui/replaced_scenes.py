@@ -211,6 +211,13 @@ def kept_between_evaluations(rank: int, world: int) -> list[str]:
     return [name for name, one in each.items() if coupling.couples_evaluations(one)]
 
 
+def attention_set_before_us(rank: int, world: int) -> bool:
+    """Do we know ComfyUI's own choice of attention where a pack that was imported before us has set another?"""
+    attention = comfy.ldm.modules.attention
+    with _replaced(attention, "optimized_attention", attention.attention_sub_quad):
+        return replacing._chosen_attention() is replacing.CHOSEN_ATTENTION
+
+
 def after_a_patched_run(rank: int, world: int, unloaded: bool) -> bool:
     """Do workers sample a MODEL, equally, whose clone with a replaced method ComfyUI has sampled before, and has
     `unloaded` since?"""
