@@ -27,7 +27,8 @@ from ...parallel_runtime.loading.object_codec import PLAIN
 from .model_patches import native_model
 
 NETWORK, LATENT_FORMAT = "diffusion_model", "latent_format"
-SAMPLES = 16  # of a weight
+SAMPLES = 32  # of a weight; a small one is compared whole
+WHOLE = 4096  # values
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)  # whose modules run because they are there
 KINDS = (Tensor, nn.Parameter)  # of weights that are compared
 CACHED = "_cached"  # ends the names of what a forward keeps for longer sequences
@@ -198,6 +199,13 @@ def _check_modules(parts: dict[str, Any], loaded: Loaded, path: str) -> None:
             _refuse(name, _kind_of(parts[name]), quoted(None), path)
 
 
+def _equal(found: Any, value: Any) -> bool:
+    """Are these plain values equal? A tuple equals a list of the same values: code that reads them is given the same."""
+    if isinstance(found, list | tuple) and isinstance(value, list | tuple):
+        return len(found) == len(value) and all(map(_equal, found, value))
+    return bool(found == value)
+
+
 def _changed_values(
     parts: dict[str, Any], model: ModelPatcher, before: dict[str, KnownPart]
 ) -> Iterator[tuple[str, tuple[Any, Any]]]:
@@ -213,9 +221,9 @@ def _changed_values(
             }
         for name, value in expected.items():
             found = now.get(name, Ellipsis)
-            if found is not value and (found is Ellipsis or _is_plain(found)) and found != value:
+            if found is not value and (found is Ellipsis or _is_plain(found)) and not _equal(found, value):
                 found = model.object_patches_backup.get(f"{path}.{name}", found)
-                if found != value:
+                if not _equal(found, value):
                     yield f"{path}.{name}", (found, value)
 
 
@@ -264,9 +272,11 @@ def _weights(
 
 
 def _sample(weight: Tensor) -> Tensor:
-    """Returns values from all over a weight, of any strides."""
+    """Returns values from all over a weight, of any strides: of a matrix from other rows and other columns each."""
     size = weight.numel()
-    step, count = max(1, size // SAMPLES), min(size, SAMPLES)
+    count = size if size <= WHOLE else SAMPLES
+    columns = size // len(weight) if size and weight.ndim > 1 else 0
+    step = max(1, size // max(1, count) - columns // SAMPLES - (columns > 0))
     if weight.is_contiguous():
         return weight.as_strided((count,), (step,))
     return weight.take(torch.arange(0, count * step, step, device=weight.device))

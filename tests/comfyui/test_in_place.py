@@ -77,6 +77,12 @@ def test_seamless_tiling_is_refused_by_rows_with_the_way_out(unets: Server) -> N
         unets.client.run(graph(file, "circular", RING_2, unet=True))
 
 
+def test_a_list_in_place_of_a_tuple_of_the_same_numbers_is_no_change(unets: Server) -> None:
+    file = own_file(unets, "unets/unet.safetensors")
+    plain = latent_of(unets.client.run(graph(file, "", RING_2, unet=True)))
+    assert torch.equal(latent_of(unets.client.run(graph(file, "a list", RING_2, unet=True))), plain)
+
+
 @pytest.mark.parametrize("kind", ["eps", "theta", "latent format"])
 def test_a_plain_value_that_was_changed_in_place_counts(unets: Server, kind: str) -> None:
     unet = kind == "eps"
@@ -110,6 +116,7 @@ REFUSED = {
     "axes": "axes_dim = .* and .* gives",
     "weights": r"weights of this MODEL, the first single_blocks\.1\..* are not those",
     "one weight": r"1 weights of this MODEL, the first single_blocks\.1\.linear2\.bias, are not those",
+    "columns": r"1 weights of this MODEL, the first single_blocks\.1\.linear1\.weight, are not those",
     "deleted": r"double_blocks\.[01] = None, and .* gives",
     "added": r"single_blocks\.2 = .*Identity, and .* gives None",
     "replaced": r"double_blocks\.0\.img_mlp",

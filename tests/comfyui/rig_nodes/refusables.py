@@ -200,7 +200,7 @@ def _of(model: Any, kind: type) -> list[Any]:
     return [module for module in model.diffusion_model.modules() if isinstance(module, kind)]
 
 
-IN_PLACE: dict[str, Callable[[Any], None]] = {  # of ComfyUI's model around the network
+IN_PLACE: dict[str, Callable[[Any], Any]] = {  # of ComfyUI's model around the network
     "circular": lambda model: _set(_of(model, torch.nn.Conv2d), "padding_mode", "circular"),
     "zeros": lambda model: _set(_of(model, torch.nn.Conv2d), "padding_mode", "zeros"),
     "eps": lambda model: _set(_of(model, torch.nn.GroupNorm), "eps", 0.5),
@@ -209,6 +209,11 @@ IN_PLACE: dict[str, Callable[[Any], None]] = {  # of ComfyUI's model around the 
     "latent format": lambda model: setattr(model.latent_format, "scale_factor", 0.5),
     "weights": lambda model: _scale(model.diffusion_model.single_blocks[1].parameters()),
     "one weight": lambda model: _scale([model.diffusion_model.single_blocks[1].linear2.bias]),
+    "columns": lambda model: _scale([model.diffusion_model.single_blocks[1].linear1.weight[:, 1:]]),
+    "a list": lambda model: [
+        setattr(conv, "_reversed_padding_repeated_twice", [*conv._reversed_padding_repeated_twice])
+        for conv in _of(model, torch.nn.Conv2d)
+    ],
     "deleted": lambda model: model.diffusion_model.double_blocks.__delitem__(0),
     "added": lambda model: model.diffusion_model.single_blocks.append(torch.nn.Identity()),
     "replaced": lambda model: setattr(model.diffusion_model.double_blocks[0], "img_mlp", torch.nn.Identity()),
