@@ -174,15 +174,11 @@ def prepare_imports() -> None:
     _stand_in_for_server()
     importlib.import_module(
         "comfy_extras.nodes_post_processing"
-<<<<<<< HEAD
     )  # nodes_latent imports it, and it that: not to be first
 
 
 def _import(pack: str, name: str, file: str) -> None:
     prepare_imports()
-=======
-    )  # nodes_latent imports it, and it that: not that first
->>>>>>> repl2
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
