@@ -83,7 +83,7 @@ def _transports(placement: Placement) -> list[Transport]:
 
 
 class Processes:
-    """The workers and their torchruns. `meet` fills `channels`, in rank order."""
+    """The workers and their torchruns. `start_and_connect` fills `channels`, in rank order."""
 
     def __init__(self, placement: Placement, activity: Activity, transport: Transport) -> None:
         self.channels: list[Channel] = []

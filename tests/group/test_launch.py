@@ -53,7 +53,7 @@ def test_strangers_at_the_socket_are_shown_the_door(monkeypatch):
             for stranger in strangers:
                 stranger.close()
 
-    monkeypatch.setattr(Processes, "meet", with_strangers)
+    monkeypatch.setattr(Processes, "start_and_connect", with_strangers)
     with WorkerGroup(on_cpu(Parallelism())) as group:
         assert group.alive
 
@@ -66,7 +66,7 @@ def test_workers_of_another_version_are_refused_at_the_handshake(monkeypatch):
         worker.send(Ready(0, 1, self._token, "another"))
         return meet(self, *arguments)
 
-    monkeypatch.setattr(Processes, "meet", with_an_old_worker)
+    monkeypatch.setattr(Processes, "start_and_connect", with_an_old_worker)
     with pytest.raises(WorkerStartError, match="files of CP Sampler changed while ComfyUI was running; restart"):
         WorkerGroup(on_cpu(Parallelism()))
 
