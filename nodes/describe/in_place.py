@@ -200,7 +200,7 @@ def _check_modules(parts: dict[str, Any], loaded: Loaded, path: str) -> None:
 
 
 def _equal(found: Any, value: Any) -> bool:
-    """Are these plain values equal? A tuple equals a list of the same values: code that reads them is given the same."""
+    """Are these plain values equal? A tuple equals a list of the same values: who reads them is given the same."""
     if isinstance(found, list | tuple) and isinstance(value, list | tuple):
         return len(found) == len(value) and all(map(_equal, found, value))
     return bool(found == value)

@@ -116,7 +116,7 @@ def replaced_in_network(network: nn.Module) -> Iterator[Replaced]:
     modules = [*_modules_of(kinds)]
     yield from _replaced(modules, classes=False)
     for module, name in itertools.product(modules, ATTENTION):
-        attention = vars(module).get(name, CHOSEN_ATTENTION)
+        attention = _value(module, name) or CHOSEN_ATTENTION
         if is_comfyui(attention) and attention is not CHOSEN_ATTENTION:
             yield Replaced(f"{module.__name__}.{name}", attention)
     for module, names in ((torch, _torch_functions()), (nn.functional, _own_names(nn.functional))):
@@ -189,12 +189,18 @@ def _replaced(modules: Iterable[ModuleType], *, classes: bool = True) -> Iterato
     nothing."""
     for module in modules:
         for name in _own_names(module):
-            value = vars(module).get(name)
+            value = _value(module, name)
             if _replaces(value, module.__name__, name):
                 yield Replaced(f"{module.__name__}.{name}", value)
             elif classes and isinstance(value, type) and value.__module__ == module.__name__:
                 for base in value.__mro__:
                     yield from _replaced_methods(base)
+
+
+def _value(module: ModuleType, name: str) -> Any:
+    """Returns what a module has under this name, without what we have wrapped it in while a network is split."""
+    value = vars(module).get(name)
+    return getattr(value, "__wrapped__", value) if _file(value).startswith(OURS) else value
 
 
 def _loaded(names: tuple[str, ...]) -> list[ModuleType]:
