@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import signal
 import sys
@@ -48,6 +49,7 @@ def tried(packs: Any, path: str, seconds: float) -> dict[str, Any]:
         if (copy := os.fork()) == 0:
             try:
                 os.setsid()
+                signal.alarm(2 * math.ceil(seconds))  # ends it, also where nobody is left to do so
                 for stream in (1, 2):
                     os.dup2(output.fileno(), stream)
                 json.dump(imported(packs, path), answer)

@@ -34,7 +34,6 @@ specs, errors = pack_module("parallel_runtime.specs"), pack_module("parallel_run
 architecture_of = pack_module("parallel_runtime.architectures").architecture_of
 network_stats = pack_module("parallel_runtime.planning.network_stats")
 messages = pack_module("parallel_runtime.wire.messages")
-import_packs = pack_module("parallel_runtime.worker.comfy_loop.comfy_model").import_packs
 codec, packs = pack_module("parallel_runtime.loading.object_codec"), pack_module("parallel_runtime.loading.packs")
 
 
@@ -139,7 +138,7 @@ def packs_of_two_machines(rank: int, world: int, another: dict[str, str]) -> str
     path = str(hosts / "there")
     pack = f"there@{packs.pack_fingerprint(path)}"
     try:
-        import_packs([pack], {pack: packs.pack_files(path)})
+        packs.import_pack(pack, packs.pack_files(path))
     except errors.Refused as refused:
         return str(messages.Refusal.of(refused).raised(f"10.0.0.{rank + 1}"))
     return ""

@@ -97,8 +97,8 @@ def test_in_half_precision_the_bar_is_what_one_unit_in_the_last_place_does(serve
     graphs[1]["sampler"]["inputs"]["model"] = link("half")
     right, wrong = (compare(server, graph) for graph in graphs)
     assert [verdict for _, verdict in verdicts(right)] == ["equal to rounding"], right
-    assert "one unit in the last place of bfloat16" in right
     assert [verdict for _, verdict in verdicts(wrong)] == ["NOT equal"], wrong
+    assert "what one unit in the last place of bfloat16 in the noise makes" in wrong
 
 
 def test_a_second_sampler_begins_with_what_the_first_ones_step_has_made(server: Server) -> None:

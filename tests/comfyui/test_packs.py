@@ -16,7 +16,7 @@ from .nodes_benches import benches, write_benches
 from .nodes_graphs import Trial
 from .server import Server
 from .test_foreign import BAR, FLUX, WAN, Picture, hooked, on_the_model, plain, with_the_guider, with_the_sampler
-from .test_kin import link, node
+from .test_kin import custom, link, node
 from .test_unet_nodes import ODD
 
 SPLIT = replace(DEGREES["ulysses_2"], dtype="auto")
@@ -113,6 +113,33 @@ def test_a_sampler_of_a_pack_runs_in_the_workers(server: Server) -> None:
 
 def test_what_a_packs_sampler_leaves_comes_back(server: Server) -> None:
     check(server, left)
+
+
+def test_an_object_that_a_model_and_a_sampler_share_is_one_in_the_workers(server: Server) -> None:
+    def picture(parallel: Parallel | None) -> Graph:
+        guider = node("BasicGuider", model=link("pair"), conditioning=link("positive"))
+        graph = custom(FLUX, parallel, guider, {}, 0)
+        graph["pair"] = node("CPTestPackPair", model=link("model"))
+        graph["sampler"]["inputs"]["sampler"] = link("pair", 1)
+        del graph["algorithm"]
+        return graph
+
+    check(server, picture)
+
+
+def test_a_wrapper_that_counts_its_calls_gets_all_of_them_in_every_worker(server: Server) -> None:
+    """Without it each prompt would have a worker of its own."""
+    auto = replace(AUTO, data_degree=0)
+    check(server, code_on_a_unet(server, "latent_operation"), auto)
+    assert server.client.get("/cp/status")["degrees"]["cfg_degree"] == 2
+    check(server, code_on_a_unet(server, "wrapper"), auto)
+    assert server.client.get("/cp/status")["degrees"]["cfg_degree"] == 1
+
+
+def test_patches_that_are_one_step_old_are_refused_with_a_packs_code_inside_blocks(server: Server) -> None:
+    stale = Parallel(pipeline_degree=2, patches=2, devices="cpu,cpu", ring_degree=1, ulysses_degree=1)
+    with pytest.raises(NodeError, match=r"(?s)patches 2 .*replaced blocks"):
+        server.client.run(on_the_model("CPTestPackCode", kind="block", job=replace(FLUX, cfg=1.0, steps=8))(stale))
 
 
 @pytest.mark.parametrize("kind", ["tokens", "picture"])

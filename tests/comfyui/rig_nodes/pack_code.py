@@ -361,6 +361,28 @@ class LeftByPack(Fresh):
         return io.NodeOutput({**latent, "samples": left})
 
 
+class PackPair(Fresh):
+    """A MODEL and a SAMPLER that share an object: each step of one sees what the other has left in it."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="CPTestPackPair", category="cp test", is_dev_only=True, inputs=[io.Model.Input("model")],
+            outputs=[io.Model.Output(), io.Sampler.Output()],
+        )  # fmt: skip
+
+    @classmethod
+    def execute(cls, model: ModelPatcher) -> io.NodeOutput:
+        changed, gain = model.clone(), Gain(0.9)
+        _post_cfg(lambda args: gain(args["denoised"]), changed)
+
+        def blend(x: torch.Tensor, denoised: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+            return torch.lerp(denoised, x, share * 0.8**gain.calls)
+
+        options = {"state": {}, "seen": [], "blend": blend}
+        return io.NodeOutput(changed, comfy.samplers.KSAMPLER(leaves_state, options))
+
+
 class PackKSampler(io.ComfyNode):
     """A sampler node of a pack."""
 
@@ -388,4 +410,4 @@ class PackKSampler(io.ComfyNode):
         return io.NodeOutput(*common_ksampler(model, seed, steps, cfg, "euler", "simple", positive, negative, latent))
 
 
-NODES = [PackCode, PackCallbacks, PackGuider, PackSampler, LeftByPack, PackKSampler]
+NODES = [PackCode, PackCallbacks, PackGuider, PackSampler, LeftByPack, PackPair, PackKSampler]
