@@ -190,9 +190,12 @@ def test_what_is_on_the_model_is_refused_with_patches(
         server.client.run(change(sampling_graph(EIGHT, "CPSampler", PATCHED)))
 
 
-def test_a_native_sampler_has_no_patches(server: Server) -> None:
-    with pytest.raises(NodeError, match=r"patches 2 on CP Load Diffusion Model: .*set patches to 1"):
-        server.client.run(on_the_loader(sampling_graph(EIGHT, "KSampler"), EIGHT, PATCHED))
+def test_a_native_sampler_has_the_patches_of_the_loader(server: Server) -> None:
+    want = latent_of(server.client.run(sampling_graph(EIGHT, "CPSampler", PATCHED)))
+    since = server.log_size()
+    got = latent_of(server.client.run(on_the_loader(sampling_graph(EIGHT, "KSampler"), EIGHT, PATCHED)))
+    assert apart(got, want) <= BAR
+    assert "[CP] approximate" in server.log(since)
 
 
 @pytest.mark.parametrize(
