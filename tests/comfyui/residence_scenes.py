@@ -71,7 +71,7 @@ def plans_of_a_run(rank: int, world: int, folder: str) -> dict[str, int]:
     work = stats.NetworkStats(name="demo", heads=4, layers=2, width=64, weights=10, weight_bytes=20, item_bytes=4).work
     inputs = plan_inputs.PlanInputs(request=request.ParallelRequest(devices="cpu"), gpus=0, work=work(1, 64))
     spec, resolved, count = _model(Path(folder), "model"), [], lease.resolve
-    setup, lease.comfy_setup = lease.comfy_setup, lambda: None
+    setup, lease.comfy_setup = lease.comfy_setup, lambda **_: None
     lease.resolve = lambda known: resolved.append(known) or count(known)
     times: dict[str, int] = {}
     try:
@@ -270,7 +270,7 @@ def plans_after_memory_ran_out(rank: int, world: int, folder: str) -> dict[str, 
     inputs = plan_inputs.PlanInputs(
         request=request.ParallelRequest(devices="cpu"), gpus=0, work=network.work(1, 640, prompts=2), guided=True
     )
-    spec, setup, lease.comfy_setup = _model(Path(folder), "model"), lease.comfy_setup, lambda: None
+    spec, setup, lease.comfy_setup = _model(Path(folder), "model"), lease.comfy_setup, lambda **_: None
 
     def planned(known: Any) -> tuple[int, int]:
         plan = lease.dry_run(spec, known).plan

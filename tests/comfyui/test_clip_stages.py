@@ -80,8 +80,8 @@ def test_stages_encode_the_same_bits_and_no_weight_is_on_two_workers(
 
 
 def test_two_encoders_of_one_clip_a_lora_and_hooks_are_in_stages(clips: Server) -> None:
-    """Embeddings of 12 and 8 MiB: the LoRA changes weights of both stages."""
-    with limited(clips, 14, 14):
+    """Embeddings of 6 and 4 MiB in float16: the LoRA changes weights of both stages."""
+    with limited(clips, 7, 7):
         since = clips.log_size()
         plain = both(clips, "flux", TWO)
         assert STAGED in clips.log(since)
@@ -99,7 +99,7 @@ def test_a_picture_reaches_a_vision_encoder_in_stages(clips: Server) -> None:
         return result(clips, graph)
 
     want, whole = edit(False), (clips.base / "models/text_encoders/qwen25_7b.safetensors").stat().st_size / 2**20
-    with limited(clips, 0.95 * whole, 0.5 * whole):
+    with limited(clips, 0.98 * whole, 0.5 * whole):
         since = clips.log_size()
         assert torch.equal(edit(TWO), want)
         assert STAGED in clips.log(since)
