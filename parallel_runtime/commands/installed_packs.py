@@ -60,6 +60,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if not (comfyui := find_comfyui(options.comfyui)):
             raise Refused("report.no_comfyui")
+        if not options.json:
+            log.info("importing ComfyUI, and each pack after it, as a worker does")
         found = rows(comfyui, options.arguments, options.timeout)
         if options.json:
             log.info("%s", json.dumps([*found], indent=1))
@@ -111,6 +113,7 @@ def puts(path: Path) -> list[str]:
 def in_lines(found: Iterator[Json]) -> Iterator[str]:
     """Yields the lines of a table for the terminal, each as soon as its pack has been tried."""
     yield f"{'pack':40} {'import':>8} {'memory':>8}  puts on models; replaces"
+    row = None
     for row in found:
         cost = f"{row['seconds']:7.2f}s {row['mb']:6.0f}MB" if row["imports"] else f"{'fails':>8} {'':>8}"
         puts, replaces = (", ".join(row[name]) or "nothing" for name in ("puts", "replaces"))
@@ -119,3 +122,5 @@ def in_lines(found: Iterator[Json]) -> Iterator[str]:
             yield f"    {row['reason']}"
         if row["threads"]:
             yield f"    it starts threads: {', '.join(row['threads'])}"
+    if row is None:
+        yield "ComfyUI has no other packs than this one"

@@ -204,7 +204,10 @@ class History:
             known = self._paces.pop(self.size.key, {})
             paces = known.pop(self.sampler, {})
             pace = Pace(setup=_setup_of(before), seconds=run.step_seconds, at=run.began)
-            if pace.setup not in paces or pace.seconds < paces[pace.setup].seconds:  # a disturbed run is a slower one
+            known_pace = paces.get(
+                pace.setup
+            )  # a disturbed run is a slower one; what Measure compares, it has measured
+            if known_pace is None or self.measuring or pace.seconds < known_pace.seconds:
                 paces[pace.setup] = pace
             known[self.sampler] = paces
             self._paces = dict([*self._paces.items(), (self.size.key, known)][-HISTORY_LENGTH:])

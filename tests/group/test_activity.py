@@ -347,6 +347,16 @@ def test_a_slower_run_does_not_overwrite_what_was_measured(monkeypatch: pytest.M
     assert [pace.seconds for pace in activity.history.paces("this work")] == pytest.approx([1.75, 0.9])
 
 
+def test_measure_compares_what_it_has_measured_itself_also_where_an_earlier_run_was_faster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    activity = alone_then(Activity(), clock, TWO, alone=1.75, seconds=1.0)
+    activity.history.measuring = True
+    sample(activity, clock, seconds=4.0)
+    assert [pace.seconds for pace in activity.history.paces("this work")] == [1.75, 4.0]
+
+
 def test_measurements_and_starts_do_not_push_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     activity = started(clock)
