@@ -80,11 +80,12 @@ def expanded() -> io.NodeOutput:
     _found.clear()
     leading = set().union(*(_above(prompt, sampler) for sampler in samplers))
     copied = {name for name in leading if samplers & _above(prompt, name)}
+    replaced = copied | {context.node_id}  # CP Plan, without comparing, for samplers that have its configuration
     prefix, made = f"{context.node_id}.{COPY}", time.time()
 
     def copy_of(inputs: dict[str, Any]) -> dict[str, Any]:
         return {
-            name: [prefix + value[0], value[1]] if is_link(value) and value[0] in copied else value
+            name: [prefix + value[0], value[1]] if is_link(value) and value[0] in replaced else value
             for name, value in inputs.items()
         }
 
@@ -93,6 +94,9 @@ def expanded() -> io.NodeOutput:
         prefix + name: {**prompt[name], "inputs": {**copy_of(prompt[name]["inputs"]), COPY: made}} for name in copied
     }
     own = get_progress_state().dynprompt.get_node(context.node_id)
+    linked = {value[0] for one in graph.values() for value in one["inputs"].values() if is_link(value)}
+    if prefix + context.node_id in linked:
+        graph[prefix + context.node_id] = {**own, "inputs": {**own["inputs"], "compare": False}}
     ends = {COPY + name: [prefix + name, 0] for name in sorted(samplers)}
     graph[f"{prefix}end"] = {**own, "inputs": {**own["inputs"], "compare": False, **ends}}
     outputs = NODE_CLASS_MAPPINGS[own["class_type"]].RETURN_TYPES

@@ -330,6 +330,9 @@ class RemoteSampling:
         steps = StepCallback(call.callback, device, [*job.packs, *packs_named(described.spec.loader)])
         inputs = described.inputs(self.request, work, guided=guided, batch_coupled=job.batch_coupled)
         with lease_with_plan(described.spec, inputs, self.request.after_sampling) as (lease, plan):
+            if plan.degrees.options.sends_float8:
+                dtype = plan.degrees.options.comm_dtype
+                log.info("[CP] approximate: not the picture of one GPU. Keys, values and heads travel as %s", dtype)
             result = lease.run(plan, replace(job, entries_per_call=plan.entries_per_call), on_step=steps.on_step)
         set_random_states(result.value["random_states"], device)
         steps.finish(result.value["last"])

@@ -175,6 +175,17 @@ def test_cp_plan_shows_it_above_the_plan(server: Server) -> None:
     assert plan["troubles"][0][1]["code"] == "compare.unequal"
 
 
+def test_cp_plan_compares_samplers_that_have_its_own_configuration(server: Server) -> None:
+    graph = plain(FLUX, SPLIT)
+    sampler = graph["sampler"]["inputs"]
+    sockets = {name: sampler[name] for name in ("model", "latent_image", "positive", "cp_config")}
+    graph["plan"] = node("CPPlan", **sockets, cfg=2.0, compare=True)
+    sampler["cp_config"] = ["plan", 1]
+    del graph["save"]
+    shown = [one["text"][0] for one in server.client.run(graph).outputs.values() if "cp_plan" in one]
+    assert shown[-1].startswith("Compare: CPSampler (sampler): equal to rounding")
+
+
 @pytest.mark.parametrize(("kind", "exit_code"), [("wrapper", 0), ("process", 1), (None, 1)])
 def test_the_command_says_it_without_the_page(server: Server, tmp_path: Path, kind: str | None, exit_code: int) -> None:
     graph = code(kind)(SPLIT) if kind else plain(FLUX, None)

@@ -232,4 +232,4 @@ def test_samplers_of_every_kind_in_stages(server: Server, sampler: str) -> None:
     assert apart(latent_of(server.client.run(sampling_graph(asked, "CPSampler", TWO))), want) <= BAR
     if sampler != "dpm_adaptive":  # it takes other steps
         got = latent_of(server.client.run(sampling_graph(asked, "CPSampler", PATCHED)))
-        assert apart(got, want) < 0.3, "approximate"
+        assert apart(got, want) < 0.35, "approximate"
