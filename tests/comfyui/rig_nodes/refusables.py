@@ -209,7 +209,7 @@ IN_PLACE: dict[str, Callable[[Any], Any]] = {  # of ComfyUI's model around the n
     "latent format": lambda model: setattr(model.latent_format, "scale_factor", 0.5),
     "weights": lambda model: _scale(model.diffusion_model.single_blocks[1].parameters()),
     "one weight": lambda model: _scale([model.diffusion_model.single_blocks[1].linear2.bias]),
-    "columns": lambda model: _scale([model.diffusion_model.single_blocks[1].linear1.weight[:, 1:]]),
+    "columns": lambda model: _scale([model.diffusion_model.single_blocks[1].linear1.weight[:, 5:8]]),
     "a list": lambda model: [
         setattr(conv, "_reversed_padding_repeated_twice", [*conv._reversed_padding_repeated_twice])
         for conv in _of(model, torch.nn.Conv2d)
