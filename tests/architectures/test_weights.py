@@ -17,7 +17,7 @@ OUTSIDE = {"ltx-2": 0.35}  # much of the tiny one lies outside its blocks: the c
 def test_sharded_over_a_ring_of_two(networks: Groups, case: str) -> None:
     for answer in networks(2).run(WHERE, name=case, mode="shard", ring=2):
         assert answer["equal"]
-        assert answer["held"] < 0.6
+        assert answer["held"] < 0.62
 
 
 @pytest.mark.sweep(one_in=24)

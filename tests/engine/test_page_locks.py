@@ -61,7 +61,7 @@ class Stream:
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """One process, with the file that it has written in the place of its peers', too."""
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(sources, "all_gather_int", lambda number: [number] * PEERS)
+    monkeypatch.setattr(sources, "all_gather_int", lambda number, _: [number] * PEERS)
 
 
 def sealed(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> tuple[sources.HostWeights, nn.Linear, list[Tensor]]:

@@ -87,6 +87,8 @@ def test_in_float8_the_demo_draws_as_far_off_as_cp_plan_says_and_exactly_again_w
     assert FLOAT8_ERROR / 2 < errors[0] < 1.5 * FLOAT8_ERROR
     assert FLOAT8_RING_ERROR / 2 < errors[1] < 1.5 * FLOAT8_RING_ERROR, "a rank's own keys are exact in a ring"
     assert drawn(pair, ULYSSES).equal(exact), "bits as before"
+    for group in (alone, pair):  # which other tests count the models of
+        group.free(demo.spec())
 
 
 @pytest.mark.parametrize(
