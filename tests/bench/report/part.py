@@ -75,13 +75,18 @@ def _start(part: str, setting: Setting, rank: int, world_size: int, folder: Path
     defaults = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
     with (folder / OUTPUT).open("a") as output:
         return subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.part", part, json.dumps(asdict(setting))],
+            [sys.executable, "-m", _from_root(f"{__package__}.part"), _from_root(part), json.dumps(asdict(setting))],
             cwd=ROOT,
             env=os.environ | environment("lo") | defaults | variables,
             stdout=output,
             stderr=output,
             start_new_session=True,
         )
+
+
+def _from_root(module: str) -> str:
+    """Returns a module's name in ROOT: pytest names it in the folder above, as this is a package there."""
+    return module[module.index("tests.") :]
 
 
 def main(name: str, setting: Setting) -> None:
