@@ -237,7 +237,7 @@ PLANS = [
     ("wan.safetensors", True, r"\nDecode: about \d+\.\d\d GiB in ComfyUI's process .* on each of 2 worker"),
     ("wan.safetensors", False, r"\nDecode: about \d+\.\d\d GiB in ComfyUI's process .* on each of 2 worker"),
     ("flux.safetensors", True, r"\nDecode: about"),  # of a video's first frame
-    ("pixel_space", False, "\nDecode: in ComfyUI's process; CP VAE would not divide it: it converts pixels without a network"),
+    ("pixel_space", False, "\nDecode: in ComfyUI's process; CP VAE would not divide it: it converts pixels"),
 ]
 
 
