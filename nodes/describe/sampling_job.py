@@ -99,11 +99,12 @@ def describe_job(
     code = [*parts.code, guider, *(function for one in merged for function in one.code)]
     sent["globals"] = parts.describe(globals_of(code), "the packs' global variables")
     packs = [*parts.packs, *packs_named(kind), *(pack for one in (*merged, *replaced) for pack in one.packs)]
+    packs = in_import_order(dict.fromkeys(packs))
     coupled = described.batch_coupled or parts.names_network or any(map(couples_evaluations, replaced))
     job = SamplingJob(
         guider=kind,
         described=parts.described(sent),
-        packs=in_import_order(dict.fromkeys(packs)),
+        packs=packs,
         replaced={one.name: [one.fingerprint, *one.packs] for one in replaced},
         noise=call.noise,
         latent=call.latent_image,

@@ -111,8 +111,7 @@ def pack_files(path: str) -> dict[str, str]:
 
 def files_of(packs: Iterable[str]) -> dict[str, dict[str, str]]:
     """Returns the files of PACK@FINGERPRINTs of this process, so that others can say which one differs there."""
-    paths = {os.path.basename(path): path for path in installed()}
-    return {pack: pack_files(paths[name]) for pack in packs if (name := pack.rpartition("@")[0]) in paths}
+    return {pack: pack_files(path) for pack in packs if (path := path_of_pack(pack)) is not None}
 
 
 def note_failed_import(packs: list[str], error: Refused | WorkerLost) -> bool:
