@@ -15,7 +15,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from ..errors import Refused
-from .report.command import checkout, find_comfyui
+from .report.command import add_comfyui, find_comfyui
 
 log = logging.getLogger(__name__)
 
@@ -46,12 +46,7 @@ PUTS = {  # what source code names that puts this on a MODEL
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m parallel_runtime packs", description=__doc__)
-    parser.add_argument(
-        "--comfyui",
-        type=checkout,
-        default="",
-        help="ComfyUI's folder; otherwise COMFYUI_PATH, or the one around this pack",
-    )
+    add_comfyui(parser)
     parser.add_argument("--timeout", type=float, default=SECONDS, help="seconds after which a pack is taken to hang")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("arguments", nargs="*", help="after --: arguments of ComfyUI, such as --base-directory")

@@ -110,6 +110,12 @@ def checkout(text: str) -> str:
     return text
 
 
+def add_comfyui(parser: argparse.ArgumentParser) -> None:
+    """Adds the option that `find_comfyui` takes."""
+    words = "ComfyUI's folder; otherwise COMFYUI_PATH, or the ComfyUI that contains this pack"
+    parser.add_argument("--comfyui", type=checkout, default="", help=words)
+
+
 def _output(*command: str) -> str | None:
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
@@ -121,12 +127,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m parallel_runtime report", description=__doc__, epilog=PARTS)
     parser.add_argument("--devices", choices=("cuda", "cpu"), default="cuda", help="cpu: a tiny network, for a trial")
     parser.add_argument("--world", type=count, nargs="+", help="numbers of workers (default: 1 2 4 8; on the CPU 1 2)")
-    parser.add_argument(
-        "--comfyui",
-        type=checkout,
-        default="",
-        help="ComfyUI's folder; otherwise COMFYUI_PATH, or the ComfyUI that contains this pack",
-    )
+    add_comfyui(parser)
     parser.add_argument(
         "--out",
         type=Path,

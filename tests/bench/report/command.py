@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from parallel_runtime.commands.report.command import checkout, count, find_comfyui, machine
+from parallel_runtime.commands.report.command import add_comfyui, count, find_comfyui, machine
 from parallel_runtime.commands.report.page import Measurement, Page, in_a_line
 from parallel_runtime.demo import REQUIREMENTS
 from parallel_runtime.errors import Refused
@@ -176,12 +176,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--minutes", type=minutes, default=MINUTES, help="time limit; parts that take longer are left out, with a note"
     )
-    parser.add_argument(
-        "--comfyui",
-        type=checkout,
-        default="",
-        help="ComfyUI's folder; otherwise COMFYUI_PATH, or the ComfyUI that contains this pack",
-    )
+    add_comfyui(parser)
     parser.add_argument(
         "--out",
         type=Path,
