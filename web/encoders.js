@@ -2,10 +2,9 @@
 
 import { api } from "../../scripts/api.js";
 import { TO_CP, connectConfig, nodesAbove } from "./graph.js";
-import { targetsOf } from "./models.js";
+import { GAP, targetsOf } from "./models.js";
 
 export const CLIP = "CPCLIP";
-const GAP = 70; // pixels: a title and a row of badges
 
 /** @typedef {import("./graph.js").LGraphNode} LGraphNode */
 

@@ -3,7 +3,7 @@
 import { TO_CP, connectConfig } from "./graph.js";
 
 export const MODEL = "CPModel";
-const GAP = 70; // pixels: a title and a row of badges
+export const GAP = 70; // pixels: a title and a row of badges
 
 /** @typedef {import("./graph.js").LGraphNode} LGraphNode
  * @typedef {{origin_id: any, origin_slot: number}} Origin */
