@@ -19,7 +19,7 @@ from .comfy import ComfyInstall
 from .graphs import Job, Parallel, sampling_graph
 from .latents import latent_of, saved_latents
 from .server import Server, running_server
-from .vae_graphs import THREE, TWO, node
+from .vae_graphs import THREE, TWO, in_workers, node
 
 ENCODED = "[CP] text encoded on"
 NATIVELY = "[CP] CP CLIP encodes in ComfyUI's process"
@@ -51,14 +51,8 @@ def with_clip(which: str, parallel: Parallel | bool | None) -> Graph:
     """`parallel` False: without CP CLIP; None: CP CLIP without a cp_config."""
     names, kind = CLIPS[which]
     files = ",".join(f"{name}.safetensors" for name in names.split(","))
-    graph = {"loader": node("CPTestLoadClip", files=files, type=kind, options=json.dumps(OPTIONS))}
-    graph["clip"] = node("CPCLIP", clip=["loader", 0])
-    if isinstance(parallel, Parallel):
-        graph["config"] = node("CPParallelConfig", **vars(parallel))
-        graph["clip"]["inputs"]["cp_config"] = ["config", 0]
-    if parallel is False:
-        graph["clip"] = graph.pop("loader")
-    return graph
+    loader = node("CPTestLoadClip", files=files, type=kind, options=json.dumps(OPTIONS))
+    return in_workers("clip", loader, parallel)
 
 
 def encoding(which: str, parallel: Parallel | bool | None, *steps: dict[str, Any], **encoder: Any) -> Graph:

@@ -24,13 +24,17 @@ def node(class_type: str, **inputs: Any) -> dict[str, Any]:
 
 def with_vae(file: str, parallel: Parallel | bool | None) -> Graph:
     """`parallel` False: without CP VAE; None: CP VAE without a cp_config."""
-    graph = {"loader": node("VAELoader", vae_name=file)}
-    graph["vae"] = node("CPVAE", vae=["loader", 0])
+    return in_workers("vae", node("VAELoader", vae_name=file), parallel)
+
+
+def in_workers(kind: str, loader: dict[str, Any], parallel: Parallel | bool | None) -> Graph:
+    """A graph whose node `kind` gives what `loader` loads: through CP VAE or CP CLIP, unless `parallel` is False."""
+    if parallel is False:
+        return {kind: loader}
+    graph = {"loader": loader, kind: node(f"CP{kind.upper()}", **{kind: ["loader", 0]})}
     if isinstance(parallel, Parallel):
         graph["config"] = node("CPParallelConfig", **vars(parallel))
-        graph["vae"]["inputs"]["cp_config"] = ["config", 0]
-    if parallel is False:
-        graph["vae"] = graph.pop("loader")
+        graph[kind]["inputs"]["cp_config"] = ["config", 0]
     return graph
 
 

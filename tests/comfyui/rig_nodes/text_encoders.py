@@ -14,7 +14,7 @@ import torch
 from comfy_api.latest import io
 from safetensors.torch import save_file
 
-CATEGORY = "cp test"
+from .schemas import CATEGORY, schema
 
 
 class LoadClip(io.ComfyNode):
@@ -23,9 +23,7 @@ class LoadClip(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         inputs = [io.String.Input("files"), io.String.Input("type"), io.String.Input("options")]
-        return io.Schema(
-            node_id="CPTestLoadClip", category=CATEGORY, is_dev_only=True, inputs=inputs, outputs=[io.Clip.Output()]
-        )
+        return schema("CPTestLoadClip", inputs, io.Clip.Output())
 
     @classmethod
     def execute(cls, files: str, type: str, options: str) -> io.NodeOutput:
@@ -45,9 +43,7 @@ class ChangeClip(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         inputs = [io.Clip.Input("clip"), io.String.Input("how")]
-        return io.Schema(
-            node_id="CPTestChangeClip", category=CATEGORY, is_dev_only=True, inputs=inputs, outputs=[io.Clip.Output()]
-        )
+        return schema("CPTestChangeClip", inputs, io.Clip.Output())
 
     @classmethod
     def execute(cls, clip: Any, how: str) -> io.NodeOutput:
@@ -66,9 +62,7 @@ class Lora(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         inputs = [io.Clip.Input("clip"), io.Float.Input("strength"), io.Int.Input("seed")]
-        return io.Schema(
-            node_id="CPTestClipLora", category=CATEGORY, is_dev_only=True, inputs=inputs, outputs=[io.Clip.Output()]
-        )
+        return schema("CPTestClipLora", inputs, io.Clip.Output())
 
     @classmethod
     def execute(cls, clip: Any, strength: float, seed: int) -> io.NodeOutput:
@@ -82,9 +76,7 @@ class HookedLora(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         inputs = [io.Clip.Input("clip"), io.Float.Input("strength"), io.Int.Input("seed")]
-        return io.Schema(
-            node_id="CPTestClipHook", category=CATEGORY, is_dev_only=True, inputs=inputs, outputs=[io.Hooks.Output()]
-        )
+        return schema("CPTestClipHook", inputs, io.Hooks.Output())
 
     @classmethod
     def execute(cls, clip: Any, strength: float, seed: int) -> io.NodeOutput:
@@ -112,10 +104,7 @@ class Generate(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         inputs = [io.Clip.Input("clip"), io.String.Input("text"), io.Int.Input("length"), io.Int.Input("nonce")]
-        return io.Schema(
-            node_id="CPTestGenerate", category=CATEGORY, is_dev_only=True, inputs=inputs,
-            outputs=[io.Conditioning.Output()],
-        )  # fmt: skip
+        return schema("CPTestGenerate", inputs, io.Conditioning.Output())
 
     @classmethod
     def execute(cls, clip: Any, text: str, length: int, nonce: int) -> io.NodeOutput:
@@ -130,10 +119,7 @@ class EncodeTokens(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         inputs = [io.Clip.Input("clip"), io.String.Input("tokens")]
-        return io.Schema(
-            node_id="CPTestEncodeTokens", category=CATEGORY, is_dev_only=True, inputs=inputs,
-            outputs=[io.Conditioning.Output()],
-        )  # fmt: skip
+        return schema("CPTestEncodeTokens", inputs, io.Conditioning.Output())
 
     @classmethod
     def execute(cls, clip: Any, tokens: str) -> io.NodeOutput:
@@ -145,9 +131,7 @@ class NoClip(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="CPTestNoClip", category=CATEGORY, is_dev_only=True, inputs=[], outputs=[io.Clip.Output()]
-        )
+        return schema("CPTestNoClip", [], io.Clip.Output())
 
     @classmethod
     def execute(cls) -> io.NodeOutput:

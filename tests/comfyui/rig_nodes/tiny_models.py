@@ -22,7 +22,8 @@ import comfy.text_encoders.sd3_clip
 import torch
 from comfy_api.latest import io
 
-CATEGORY = "cp test"
+from .schemas import CATEGORY, schema
+
 CLIPS: dict[str, Any] = {
     "flux": lambda: (comfy.text_encoders.flux.FluxTokenizer, comfy.text_encoders.flux.FluxClipModel),
     "sd1": lambda: (comfy.sd1_clip.SD1Tokenizer, comfy.sd1_clip.SD1ClipModel),
@@ -39,9 +40,7 @@ class TinyClip(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         inputs = [io.String.Input("kind"), io.Int.Input("width"), io.Int.Input("pooled")]
-        return io.Schema(
-            node_id="CPTestClip", category=CATEGORY, is_dev_only=True, inputs=inputs, outputs=[io.Clip.Output()]
-        )
+        return schema("CPTestClip", inputs, io.Clip.Output())
 
     @classmethod
     def execute(cls, kind: str, width: int, pooled: int) -> io.NodeOutput:
@@ -63,13 +62,7 @@ class TinyClipVision(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         inputs = [io.Int.Input("width"), io.Int.Input("projected"), io.Int.Input("size")]
-        return io.Schema(
-            node_id="CPTestClipVision",
-            category=CATEGORY,
-            is_dev_only=True,
-            inputs=inputs,
-            outputs=[io.ClipVision.Output()],
-        )
+        return schema("CPTestClipVision", inputs, io.ClipVision.Output())
 
     @classmethod
     def execute(cls, width: int, projected: int, size: int) -> io.NodeOutput:
@@ -88,13 +81,7 @@ class TinyControlNet(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="CPTestControlNet",
-            category=CATEGORY,
-            is_dev_only=True,
-            inputs=[io.Model.Input("model")],
-            outputs=[io.ControlNet.Output()],
-        )
+        return schema("CPTestControlNet", [io.Model.Input("model")], io.ControlNet.Output())
 
     @classmethod
     def execute(cls, model: comfy.model_patcher.ModelPatcher) -> io.NodeOutput:
@@ -119,13 +106,7 @@ class TinyStyleModel(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         inputs = [io.Int.Input("seen"), io.Int.Input("width")]
-        return io.Schema(
-            node_id="CPTestStyleModel",
-            category=CATEGORY,
-            is_dev_only=True,
-            inputs=inputs,
-            outputs=[io.StyleModel.Output()],
-        )
+        return schema("CPTestStyleModel", inputs, io.StyleModel.Output())
 
     @classmethod
     def execute(cls, seen: int, width: int) -> io.NodeOutput:
@@ -138,9 +119,7 @@ class Sound(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         inputs = [io.Float.Input("seconds"), io.Int.Input("rate"), io.Int.Input("seed")]
-        return io.Schema(
-            node_id="CPTestSound", category=CATEGORY, is_dev_only=True, inputs=inputs, outputs=[io.Audio.Output()]
-        )
+        return schema("CPTestSound", inputs, io.Audio.Output())
 
     @classmethod
     def execute(cls, seconds: float, rate: int, seed: int) -> io.NodeOutput:
