@@ -61,7 +61,7 @@ def test_imports_between_the_folders_of_a_room_go_down_too_so_there_is_no_circle
 
 def test_plans_of_architectures_need_no_torch() -> None:
     for path in (RUNTIME / "architectures").glob("*.py"):
-        assert path.stem in ("network_modules", "stage_units") or "torch" not in imported(path), path
+        assert path.stem == "network_modules" or "torch" not in imported(path), path
 
 
 def test_every_room_is_in_the_list_and_says_in_one_docstring_what_it_is() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel_runtime.architectures.stage_units import counts_of, why_not_in_patches
+from parallel_runtime.architectures.network_modules import counts_of, why_not_in_patches
 from parallel_runtime.engine.attention import ulysses
 from parallel_runtime.engine.pipeline.stages import Stages
 from parallel_runtime.engine.split.pipefusion import PipeFusion

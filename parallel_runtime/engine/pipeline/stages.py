@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from ...architectures.network_modules import BlockRef, counts_of, owners, units_of
 from ...architectures.split_plan import SplitPlan
-from ...architectures.stage_units import BlockRef, counts_of, owners, units_of
 from ...errors import Refused
 from ...specs import Parallelism
 from ..comm.mesh import ContextMesh
