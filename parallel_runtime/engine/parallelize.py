@@ -25,15 +25,12 @@ from ..specs import Parallelism
 from .attention.attention_override import OVERRIDE, AttentionOverride, wrap_modules
 from .attention.head_functions import TORCH, HeadAttention
 from .comm.mesh import ContextMesh
-from .comm.nvfp4_scales import shared_input_scales
-from .comm.votes import any_rank
-from .rows.control_rows import ControlRowDivision
-from .rows.row_division import CascadeDivision, RowDivision
-from .split.hooks import Block, add_hooks, blocks_of_plan, run_on_frames
+from .comm.votes import any_rank, shared_input_scales
+from .rows.row_division import CascadeDivision, ControlRowDivision, RowDivision
+from .split.hooks import Block, add_hooks, blocks_of_plan, run_on_frames, with_all_tokens
 from .split.pipefusion import PipeFusion, TurnEnded
 from .split.splitter import Residuals, Splitter
 from .split.streams import PARALLELIZED
-from .split.token_functions import with_all_tokens
 
 T = TypeVar("T")
 

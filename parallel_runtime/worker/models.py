@@ -16,11 +16,10 @@ from ..architectures import Architecture
 from ..architectures.network_modules import blocks_of
 from ..architectures.row_plan import RowPlan
 from ..engine.attention.attention_override import backend_override
-from ..engine.comm.device_events import BlockCounter, event_factory
-from ..engine.comm.device_memory import can_allocate, empty_cache
+from ..engine.comm.devices import BlockCounter, can_allocate, empty_cache, event_factory
 from ..engine.comm.mesh import ContextMesh, GroupState, MeshDim, build_mesh, end_groups, with_new_group
 from ..engine.comm.votes import any_rank, refuse_on_all_ranks
-from ..engine.graphs.block_compile import compile_blocks
+from ..engine.graphs.cuda_graphs import compile_blocks
 from ..engine.graphs.graph_runner import GraphRunner
 from ..engine.parallelize import parallelize, unparallelize
 from ..engine.pipeline.stages import PlaceholderBlock, Stages

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from ..demo import check_diffusers
-from ..engine.comm.device_events import event_factory
+from ..engine.comm.devices import event_factory
 from ..engine.comm.ranks import device_kind, join, rank, world_size
 from ..engine.comm.votes import differing_ranks
-from ..engine.graphs.block_compile import reporting_compilation, warm_compiler
+from ..engine.graphs.cuda_graphs import reporting_compilation, warm_compiler
 from ..errors import OutOfMemory, Refused
 from ..jobs import DemoJob, EvaluationJob, Job, VAEJob, answering_rank
 from ..specs import ComfySetup, Parallelism

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from parallel_runtime.engine.weights import sources
-from parallel_runtime.engine.weights.flat_block import FlatBlock
+from parallel_runtime.engine.weights.sources import FlatBlock
 
 PEERS = 3  # processes of a machine: each has written a file of its own, and maps all
 

@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 
 from parallel_runtime.commands.join import serve_one_group
-from parallel_runtime.engine.comm.rendezvous import NAME, register
+from parallel_runtime.engine.comm.ranks import RENDEZVOUS, register_rendezvous
 from parallel_runtime.errors import Refused, WorkerStartError
 from parallel_runtime.group import cluster
 from parallel_runtime.group import worker_group as group_module
@@ -195,12 +195,12 @@ def test_nothing_that_a_stranger_writes_where_machines_meet_is_unpickled(monkeyp
 
     monkeypatch.setattr("pickle.loads", unpickled)
     monkeypatch.setattr("pickle.load", unpickled)
-    register()
+    register_rendezvous()
     store = TCPStore("127.0.0.1", 0, is_master=True)
     for prefix in ("", "machines/"):  # under the keys of torchrun's own rendezvous, too
         PrefixStore(prefix, store).set("torch.rendezvous.none", "a pickle of a stranger")
     for machine in (1, 0):
-        parameters = RendezvousParameters(NAME, f"127.0.0.1:{store.port}", "none", 2, 2, machine=str(machine))
+        parameters = RendezvousParameters(RENDEZVOUS, f"127.0.0.1:{store.port}", "none", 2, 2, machine=str(machine))
         met = rendezvous_handler_registry.create_handler(parameters).next_rendezvous()
         assert (met.rank, met.world_size) == (machine, 2)
         met.store.set(f"seen by {machine}", "")

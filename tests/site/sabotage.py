@@ -29,7 +29,7 @@ PLACES = {  # module, function, which call of it
     "evaluation": ("parallel_runtime.worker.models", "Model.data_parallel", 3),
     "gather": ("parallel_runtime.engine.comm.collectives", "all_gather_v", 3),
     "step": ("parallel_runtime.worker.process.progress", "Progress.step", 3),
-    "main_memory": ("parallel_runtime.engine.comm.device_memory", "host_free_bytes", 1),
+    "main_memory": ("parallel_runtime.engine.comm.devices", "host_free_bytes", 1),
     "memory": ("parallel_runtime.worker.process.rank_memory", "readings", 1),
     "reply": ("parallel_runtime.wire.channel", "Channel.send", 4),  # after Ready, Connected and Joined
     "attention": ("parallel_runtime.engine.attention.attention_override", "AttentionOverride._attend_split", 10),

@@ -26,8 +26,7 @@ from ...errors import Refused
 from ...request import AttentionBackend
 from ...specs import Parallelism
 from ..comm.mesh import ContextMesh
-from ..kernels.custom_op import attend_op, register
-from ..kernels.dispatch import try_kernel, warn_once
+from ..kernels.dispatch import attend_op, register, try_kernel, warn_once
 from ..kernels.registry import FUNCTIONS
 from ..split.streams import Streams
 from .context_attention import ContextAttention

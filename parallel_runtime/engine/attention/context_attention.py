@@ -11,21 +11,29 @@ from torch import Tensor
 from ...errors import Refused
 from ...request import AttentionBackend
 from ...specs import Parallelism
-from ..comm.collectives import Pending, all_gather_v, allocate
-from ..comm.float8 import SCALE_BYTES, from_float8, to_float8
+from ..comm.collectives import SCALE_BYTES, Pending, all_gather_v, allocate, from_float8, to_float8
 from ..comm.mesh import ContextMesh
-from ..kernels.choice import AttentionKind, MaskKind, choose_kernel
-from ..kernels.custom_op import attend_op, register
-from ..kernels.dispatch import attend_block, attend_native, contiguous_by_head, repeat_kv, try_kernel
+from ..kernels.dispatch import (
+    AttentionKind,
+    MaskKind,
+    attend_block,
+    attend_native,
+    attend_op,
+    choose_kernel,
+    contiguous_by_head,
+    register,
+    repeat_kv,
+    try_kernel,
+)
 from ..kernels.registry import FullAttention
 from ..split.streams import LocalTokens, Streams, chunk_sizes
 from .masks import Mask, gather_key_mask, memory_key, pair_mask, patch_mask
-from .merge import Merge
-from .ring import exchange
-from .ulysses import (
+from .ring_and_ulysses import (
     MAX_HEAD_CHUNKS,
     AllToAllLayout,
     HeadChunk,
+    Merge,
+    exchange,
     head_chunks,
     split_received,
     to_heads,

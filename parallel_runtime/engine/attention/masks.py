@@ -13,7 +13,7 @@ from ...architectures.split_plan import Names
 from ...errors import Refused
 from ..comm.collectives import all_gather_v
 from ..comm.mesh import ContextMesh, MeshDim
-from ..kernels.choice import MaskKind
+from ..kernels.dispatch import MaskKind
 from ..split.streams import Streams
 
 Spans = tuple[tuple[int, int], ...]  # of keys: (start, size) of each

@@ -1,4 +1,8 @@
-"""This rank, its machine and its device."""
+"""This rank, its machine and its device; and the rendezvous through a store that the host has made: first of the
+torchruns, whose node ranks are fixed, then of ranks.
+
+torchrun's own rendezvous of several machines unpickles whatever lies in its store.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,49 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from ...accelerators import KERNELS, distributed_backends, version_of
 from ...loading.random_states import generator_kind
-from .rendezvous import store_at
+
+RENDEZVOUS = "cp-store"  # as in group/torchrun.py
+
+
+def store_at(place: str, prefix: str) -> Store:
+    """Returns the store at `place`: a private file on one machine, so that no port is opened; host:port on several
+    machines. `prefix` is that of the keys."""
+    if os.path.isabs(place):
+        return PrefixStore(prefix, FileStore(place))
+    host, _, port = place.rpartition(":")
+    return PrefixStore(prefix, TCPStore(host, int(port), is_master=False))
+
+
+class StoreRendezvous(StaticTCPRendezvous):
+    """torchrun's static rendezvous of machines with fixed node ranks, in a store that is already open."""
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        super().__init__("", 0, int(parameters.config["machine"]), parameters.max_nodes, parameters.run_id, timeout=0)
+        self._place = parameters.endpoint
+
+    def get_backend(self) -> str:
+        return RENDEZVOUS
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        unused = RendezvousStoreInfo("", 0)  # only for ranks that read torchrun's variables
+        return RendezvousInfo(store_at(self._place, "machines"), self.rank, self.world_size, unused)
+
+
+def register_rendezvous() -> None:
+    """Registers the rendezvous with torchrun under NAME."""
+    rendezvous_handler_registry.register(RENDEZVOUS, StoreRendezvous)
+
 
 # The host watches for stalls and ends the whole group; a collective that timed out alone would only blur the cause.
 COLLECTIVE_TIMEOUT = timedelta(hours=24)
@@ -43,7 +86,7 @@ def join(device: torch.device, store: str, *, through_main_memory: bool) -> None
     """Initialises the process group: with the device's own backend, or with gloo `through_main_memory`, as where ranks
     share a device.
 
-    `store` is a place of rendezvous.py. With ONE_CARD set ranks that share a GPU use NCCL all the same, through
+    `store` is a place for `store_at`. With ONE_CARD set ranks that share a GPU use NCCL all the same, through
     sockets: to try NCCL's code where there is one GPU.
     """
     if device.type != "cpu":

@@ -19,8 +19,7 @@ from torch.utils import _pytree as pytree
 from ...request import GraphsChoice
 from ...wire.readings import Graphs
 from ..attention.attention_override import BackendOverride
-from ..comm.device_events import DeviceEvent, EventFactory, event_factory, seconds_between
-from ..comm.device_memory import can_allocate
+from ..comm.devices import DeviceEvent, EventFactory, can_allocate, event_factory, seconds_between
 from . import cuda_graphs
 from .cuda_graphs import Graph, Recorder
 

@@ -17,8 +17,7 @@ from ...specs import BLOCK_BUFFERS, WeightPlacement
 from ..comm.mesh import MeshDim
 from ..comm.ranks import machine_ranks, rank
 from ..comm.votes import differing_ranks
-from .flat_block import FlatBlock
-from .sources import HostWeights, ShardedWeights, Wait, WeightSource
+from .sources import FlatBlock, HostWeights, ShardedWeights, Wait, WeightSource
 
 LAYER_BUFFER = BLOCK_BUFFERS  # the one that layers outside of blocks share
 NOT_FETCHED = LAYER_BUFFER + 1  # instead of a buffer, for a module that only other ranks fetch

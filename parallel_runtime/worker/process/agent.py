@@ -26,11 +26,11 @@ def main(report: Connection) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    from ...engine.comm.rendezvous import register
+    from ...engine.comm.ranks import register_rendezvous
     from ...errors import Cause
     from ...wire.messages import Ended, encode
 
-    register()
+    register_rendezvous()
     kills = out_of_memory_kills()
     try:
         torchrun()

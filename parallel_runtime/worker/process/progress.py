@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...engine.comm.device_events import (
+from ...engine.comm.devices import (
     BlockCounter,
     CommTimer,
     DeviceEvent,

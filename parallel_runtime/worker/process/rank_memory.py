@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from ...architectures.network_modules import weight_bytes
-from ...engine.comm.device_memory import cached_bytes, free_bytes, host_free_bytes
+from ...engine.comm.devices import cached_bytes, free_bytes, host_free_bytes
 from ...errors import Sentence, say
 from ...wire.readings import Graphs, ModelMemory, Readings
 from ..models import Model

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from parallel_runtime.commands.report import flux_steps
 from parallel_runtime.commands.report.page import Measurement
-from parallel_runtime.engine.comm.device_events import event_factory, seconds_between
+from parallel_runtime.engine.comm.devices import event_factory, seconds_between
 from parallel_runtime.engine.graphs import graph_runner
 from parallel_runtime.errors import ParallelError
 from parallel_runtime.specs import ComfySetup

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from parallel_runtime.accelerators import environment
-from parallel_runtime.engine.comm.device_memory import empty_cache
+from parallel_runtime.engine.comm.devices import empty_cache
 from parallel_runtime.engine.comm.ranks import ONE_CARD, join, rank
 from parallel_runtime.worker.comfy_loop.comfyui import import_comfyui
 from parallel_runtime.worker.process.agent import die_with_parent

@@ -1,22 +1,169 @@
-"""Ulysses: from split tokens to split heads and back, one all-to-all each way, over chunks and counts of any size.
+"""How queries, keys and values travel between ranks: around a ring, or from split tokens to split heads (Ulysses).
 
-On the wire tokens come first, and what belongs to one token lies together, [tokens, batch, heads, head_dim]: what
-arrives from all ranks is then one tensor, whatever each had, and needs no copy. Knows no attention.
+In a ring a rank attends to the key and value blocks of all, rotated point to point or collected at once, and the
+outputs of blocks are merged by log-sum-exp: any order of blocks gives the attention over all of them. A block that
+rotates is one message, [2, batch, tokens, heads, head_dim]: its keys, then its values. Blocks that are collected come
+tokens first, [tokens, batch, 2 * heads, head_dim], and are one block then. No sizes are exchanged. Keys and values have
+one shape and dtype. Both are packed by `cat` in 4 dims, which is one kernel on CUDA; `stack`, in 5, would be two copies.
+
+Ulysses is one all-to-all each way, over chunks and counts of any size. On the wire tokens come first, and what belongs
+to one token lies together, [tokens, batch, heads, head_dim]: what arrives from all ranks is then one tensor, whatever
+each had, and needs no copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
+from math import prod
 
 import torch
 from torch import Tensor
 
-from ..comm.collectives import Pending, all_to_all
+from ...request import EngineOptions
+from ..comm.collectives import (
+    Pending,
+    all_gather_others,
+    all_to_all,
+    allocate,
+    allocate_scratch,
+    from_float8,
+    ring_send_recv,
+    to_float8,
+)
 from ..comm.mesh import ContextMesh, MeshDim, Parts
-from ..split.streams import Streams, chunk_range, chunk_sizes
+from ..split.streams import SCRATCH_CACHE_BYTES, Streams, chunk_range, chunk_sizes
+
+MAX_PENDING_BLOCKS = 8  # blocks that are merged at once; more would take more memory
+
+
+class Merge:
+    """Attention over the blocks added so far. Blocks wait until there are several, or no more: then their outputs are
+    read once each, into one sum."""
+
+    def __init__(self, *, in_float32: bool) -> None:
+        self._in_float32 = in_float32
+        self._outs: list[Tensor] = []
+        self._lses: list[Tensor] = []
+
+    def add(self, out: Tensor, lse: Tensor) -> None:
+        """Adds a block's output [B, Sq, H, D] and log-sum-exp [B, Sq, H, 1], which must be finite. Keeps both, and may
+        write into them."""
+        if len(self._outs) == MAX_PENDING_BLOCKS:
+            weights, lse_of_all = self._weights(), torch.logsumexp(torch.stack(self._lses), 0)
+            self._outs, self._lses = [self._sum(self._outs, weights)], [lse_of_all]
+        self._outs.append(out)
+        self._lses.append(lse)
+
+    def result(self, query: Tensor, fully_masked: Tensor | None) -> Tensor:
+        """Returns [B, Sq, H, D] in the query's dtype: zero where nothing was added, or where `fully_masked` is set."""
+        if not self._outs:
+            return allocate(query.shape, query).zero_()
+        out = self._merged(query)
+        return out if fully_masked is None else out.masked_fill_(fully_masked, 0.0)
+
+    def _merged(self, query: Tensor) -> Tensor:
+        """A single block is the result; two of the query's dtype are interpolated; others are summed by weights."""
+        if len(self._outs) == 1:
+            return self._outs[0].to(query.dtype)
+        first, second = self._outs[:2]
+        if len(self._outs) == 2 and first.dtype == second.dtype == self._lses[0].dtype == query.dtype:
+            return first.lerp_(second, torch.sigmoid(self._lses[1] - self._lses[0]))
+        *weights, last = self._weights()
+        summed = self._sum(self._outs[:-1], weights)
+        if summed.dtype == query.dtype:
+            return summed.addcmul_(self._outs[-1], last)
+        out = allocate(query.shape, query)  # rounded as it is written
+        return torch.addcmul(summed, self._outs[-1], last, out=out)
+
+    def _weights(self) -> list[Tensor]:
+        """Returns each block's share of every row, [B, Sq, H, 1]."""
+        weights = torch.stack(self._lses).softmax(0)
+        narrow = self._outs[0].dtype != torch.float32 and not self._in_float32
+        return list((weights.to(self._outs[0].dtype) if narrow else weights).unbind(0))
+
+    def _sum(self, outs: list[Tensor], weights: list[Tensor]) -> Tensor:
+        summed = outs[0] * weights[0]
+        for out, weight in zip(outs[1:], weights[1:], strict=True):
+            summed.addcmul_(out, weight)
+        return summed
+
+
+Block = tuple[Tensor, Tensor]
+Owners = tuple[int, ...]  # ring indices of the ranks that own a block's keys, in order
+Slot = tuple[int, Tensor, Block]  # a block during rotation: its owner, its message, and the message's keys and values
+
+
+def exchange(
+    block: Block, key_counts: Sequence[int], mesh_dim: MeshDim, streams: Streams, options: EngineOptions
+) -> Iterator[tuple[Owners, Block]]:
+    """Yields (owners' indices, keys and values) of the rank's own block, from its original memory, then of the others,
+    which are sent as these options say."""
+    key, value = map(to_float8, block) if options.sends_float8 else block
+    if options.rotate_method == "allgather":
+        blocks = all_gather_blocks((key, value), key_counts, mesh_dim)
+    else:
+        blocks = rotate((key, value), key_counts, mesh_dim, streams)
+    for number, (owners, (key, value)) in enumerate(blocks):
+        if number == 0:
+            yield owners, block
+        elif options.sends_float8:
+            yield owners, (from_float8(key, block[0].dtype), from_float8(value, block[1].dtype))
+        else:
+            yield owners, (key, value)
+
+
+def rotate(
+    block: Block, key_counts: Sequence[int], mesh_dim: MeshDim, streams: Streams | None = None
+) -> Iterator[tuple[Owners, Block]]:
+    """Yields (owner's index, keys and values): blocks travel from rank to rank, one hop while the caller computes.
+
+    mesh_dim.size - 1 hops. Ask for the next block only after launching all work on the last one. With `streams` the
+    next layer's messages get the same memory, unless they are large.
+    """
+    slots = _slots(block[0], key_counts, mesh_dim, streams)
+    torch.cat(block, out=slots[0][1].flatten(0, 1))
+    for step, (owner, packed, received) in enumerate(slots):
+        pending = ring_send_recv(packed, slots[step + 1][1], mesh_dim) if step + 1 < mesh_dim.size else None
+        yield (owner,), received if step else block
+        if pending is not None:
+            pending.wait()
+
+
+def _slots(key: Tensor, key_counts: Sequence[int], mesh_dim: MeshDim, streams: Streams | None) -> list[Slot]:
+    """Returns the slot of each block in turn, the local one first; they alternate between two of the largest size.
+
+    The local block is copied there to be sent; attention reads it from its original memory.
+    """
+    batch, _, heads, dim = key.shape
+    shapes = [(2, batch, count, heads, dim) for count in key_counts]
+    largest = max(map(prod, shapes))
+
+    def make(allocator: Callable[[Sequence[int], Tensor], Tensor]) -> list[Slot]:
+        memory, slots = [allocator((largest,), key) for _ in range(2)], []
+        for step in range(mesh_dim.size):
+            owner = (mesh_dim.index - step) % mesh_dim.size
+            packed = memory[step % 2].narrow(0, 0, prod(shapes[owner])).view(shapes[owner])
+            slots.append((owner, packed, (packed[0], packed[1])))
+        return slots
+
+    if streams is None or largest * key.element_size() > SCRATCH_CACHE_BYTES:
+        return make(allocate)
+    kind = ("ring slots", key_counts, key.shape, key.dtype, torch.is_inference_mode_enabled())
+    return streams.cached(kind, lambda: make(allocate_scratch))
+
+
+def all_gather_blocks(block: Block, key_counts: Sequence[int], mesh_dim: MeshDim) -> Iterator[tuple[Owners, Block]]:
+    """Yields the local block, then all others as one, gathered meanwhile. Extra memory: all keys and values."""
+    packed = torch.cat([tensor.transpose(0, 1) for tensor in block], dim=2)
+    pending = all_gather_others(packed, key_counts, mesh_dim)
+    yield (mesh_dim.index,), block
+    (other_blocks,) = pending.wait()
+    key, value = other_blocks.transpose(0, 1).chunk(2, 2)
+    yield tuple(mesh_dim.other_ranks), (key, value)
+
 
 CAT_DIMS = 4  # of what CUDA concatenates by one kernel
 MAX_HEAD_CHUNKS = 2  # at most: more would make kernels too small
