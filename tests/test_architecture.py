@@ -30,10 +30,10 @@ INSIDE = {  # likewise, folders inside a room; "" are the files beside them
     "nodes": ("", "classes", "server", "remote", "describe"),
     "engine": ("pipeline", "", "rows", "weights", "graphs", "attention", "split", "kernels", "comm"),
 }
-LOOSE = ("jobs", "accelerators", "specs", "request", "errors", "versions")  # below all rooms
+LOOSE = ("jobs", "accelerators", "specs", "request", "errors")  # below all rooms
 COMFY = {"comfy", "comfy_api", "comfy_extras", "comfy_execution", "folder_paths", "server", "execution"}
 DIFFUSERS = {"diffusers", "transformers"}
-WITH_COMFY = ("nodes/", "worker/comfy_loop/", "loading/", "commands/report/")
+WITH_COMFY = ("nodes/", "worker/comfy_loop/", "loading/", "commands/report")
 WITH_DIFFUSERS = ("for_diffusers/", "demo/transformer.py")
 NEVER_MEET = {"worker", "engine", "for_diffusers", "loading"}  # what the ComfyUI side of a group must not import
 SOURCES = sorted(path for folder in (RUNTIME, ROOT / "nodes") for path in folder.rglob("*.py"))

@@ -15,7 +15,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from ..errors import Refused
-from .report.command import add_comfyui, find_comfyui
+from .report import add_comfyui, find_comfyui
 
 log = logging.getLogger(__name__)
 

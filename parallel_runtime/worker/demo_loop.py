@@ -18,7 +18,7 @@ from ..jobs import DemoJob, Job
 from ..specs import ModelSpec, Parallelism
 from .batch_groups import all_gather, local_items
 from .models import Model
-from .process.progress import Progress
+from .progress import Progress
 
 
 @dataclass(eq=False)

@@ -29,8 +29,8 @@ from ..request import AfterSampling
 from ..specs import Compilation, ModelSpec, Parallelism, WeightPlacement
 from ..wire.messages import Run
 from .batch_groups import broadcast_if_unlike, data_parallel
-from .process.broadcast import check_files
-from .process.progress import Progress
+from .links import check_files
+from .progress import Progress
 
 CPU = torch.device("cpu")
 IDLE_MESHES = 2  # kept beside those that models are split over: users go back to degrees that they had

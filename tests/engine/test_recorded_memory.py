@@ -18,7 +18,7 @@ from parallel_runtime.specs import ModelSpec, Parallelism, WeightPlacement
 from parallel_runtime.wire.messages import Run
 from parallel_runtime.worker import models
 from parallel_runtime.worker.models import Model, Models
-from parallel_runtime.worker.process.rank_memory import readings
+from parallel_runtime.worker.serve import readings
 
 from ..fake_cuda import fake_group
 from ..groups import flux_job

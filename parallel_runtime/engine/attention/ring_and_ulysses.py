@@ -4,7 +4,7 @@ In a ring a rank attends to the key and value blocks of all, rotated point to po
 outputs of blocks are merged by log-sum-exp: any order of blocks gives the attention over all of them. A block that
 rotates is one message, [2, batch, tokens, heads, head_dim]: its keys, then its values. Blocks that are collected come
 tokens first, [tokens, batch, 2 * heads, head_dim], and are one block then. No sizes are exchanged. Keys and values have
-one shape and dtype. Both are packed by `cat` in 4 dims, which is one kernel on CUDA; `stack`, in 5, would be two copies.
+one shape and dtype. Both are packed by `cat` in 4 dims, which is one kernel on CUDA; `stack`, in 5, would be two.
 
 Ulysses is one all-to-all each way, over chunks and counts of any size. On the wire tokens come first, and what belongs
 to one token lies together, [tokens, batch, heads, head_dim]: what arrives from all ranks is then one tensor, whatever

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ...request import GraphsChoice
-from ...wire.readings import Graphs
+from ...wire.messages import Graphs
 from ..attention.attention_override import BackendOverride
 from ..comm.devices import DeviceEvent, EventFactory, can_allocate, event_factory, seconds_between
 from . import cuda_graphs

@@ -1,8 +1,9 @@
 """The weights of one block as one flat row of bytes: the plain tensors inside a weight of any format, laid out, and the
 same weight rebuilt around other tensors; and where offloaded ones are stored.
 
-That is in main memory, or in parts on the devices of all ranks. Of each block a source stores this rank's part, from `first_byte` on; `device_bytes` are those of all parts on this device, and `ranks` divides
-a block's padded size. A `staged` block is copied before it runs.
+That is in main memory, or in parts on the devices of all ranks. Of each block a source stores this rank's part, from
+`first_byte` on; `device_bytes` are those of all parts on this device, and `ranks` divides a block's padded size. A
+`staged` block is copied before it runs.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from ...loading.code_names import named
 from ...loading.mapped import Mapped, load_mapped
 from ...loading.object_codec import LoadAdditional
 from ...specs import SourceFile
-from ..process.broadcast import check_files
+from ..links import check_files
 from .patcher import UNLIMITED_BYTES, unload
 
 FOLDER = "model_patches"

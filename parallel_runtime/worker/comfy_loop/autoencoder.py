@@ -32,7 +32,7 @@ from ...loading.mapped import Mapped, load_mapped
 from ...loading.random_states import random_states, set_random_states
 from ...specs import ModelSpec, Parallelism
 from ..models import Model
-from ..process.progress import Progress
+from ..progress import Progress
 
 NO_LIMIT_GIB = 1e9
 VOTE_EVERY = 32  # divided functions between two votes; a cancel waits for as many

@@ -32,9 +32,8 @@ from ...loading.object_codec import Rebuilder, described_plainly
 from ...loading.pack_globals import changed_globals, set_globals
 from ...loading.packs import packs_named
 from ...loading.random_states import random_states, set_random_states
-from ..batch_groups import all_gather, entry_by_entry, local_items
-from ..process.progress import Progress
-from ..process.sampler_noise import SamplerNoise
+from ..batch_groups import SamplerNoise, all_gather, entry_by_entry, local_items
+from ..progress import Progress
 from ..step_cache import StepCache
 from .comfy_model import ComfyModel, import_packs
 from .control_division import divided, of_conds, own_entries

@@ -28,7 +28,7 @@ from ...loading.mapped import load_mapped
 from ...loading.object_codec import rebuild
 from ...specs import ModelSpec
 from ..models import Model
-from ..process.progress import Progress
+from ..progress import Progress
 from .comfy_model import ComfyModel, arguments_of
 from .patcher import DynamicVram, OffloadSet, RankPatcher, WeightState
 

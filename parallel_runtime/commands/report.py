@@ -14,15 +14,14 @@ from typing import Any
 
 import torch
 
-from ...accelerators import version_of
-from ...errors import Refused
-from . import flux_steps, workflow
-from .compare import compare
-from .page import Page, in_a_line
+from ..accelerators import version_of
+from ..errors import Refused
+from . import report_measuring, report_workflow
+from .report_measuring import Page, compare, in_a_line
 
 log = logging.getLogger(__name__)
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 NO_COMFYUI = {"what": "not run", "note": "no ComfyUI here; --comfyui names its folder"}
 PARTS = "Single kernels, networks and graphs (--only, --minutes) are measured by `python -m tests.bench.report`."
 
@@ -46,8 +45,8 @@ def main(arguments: Sequence[str]) -> int:
 def _summarise_workflow(options: argparse.Namespace) -> int:
     hardware = machine()
     versions = {name: hardware[name] for name in ("python", "torch", "cuda", "devices")}
-    written = workflow.write(options.workflow, options.out, find_comfyui(options.comfyui), versions)
-    log.info("written: %s. %s", written, workflow.CONTAINS)
+    written = report_workflow.write(options.workflow, options.out, find_comfyui(options.comfyui), versions)
+    log.info("written: %s. %s", written, report_workflow.CONTAINS)
     return 0
 
 
@@ -56,11 +55,11 @@ def _measure(options: argparse.Namespace) -> int:
     if options.devices == "cuda" and not gpus:
         log.info("torch sees no CUDA device here; --devices cpu tries the report itself, with a tiny network")
         return 1
-    placements, page = flux_steps.placements(options.world, gpus), Page(options.out, machine())
+    placements, page = report_measuring.placements(options.world, gpus), Page(options.out, machine())
     comfyui = find_comfyui(options.comfyui)
     page.section("FLUX with random weights on the workers")
     try:
-        for row in flux_steps.measurements(comfyui, placements) if comfyui else [NO_COMFYUI]:
+        for row in report_measuring.measurements(comfyui, placements) if comfyui else [NO_COMFYUI]:
             page.add(row)
             log.info("%s", in_a_line(row))
     except KeyboardInterrupt:

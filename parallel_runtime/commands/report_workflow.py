@@ -1,5 +1,6 @@
 """A workflow without what is private, for a bug report: its nodes, links, numbers, choices and versions, and
-the classes of its networks. Texts, titles, notes and names of files are left out."""
+the classes of its networks. Texts, titles, notes and names of files are left out.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +14,10 @@ from typing import Any
 
 import torch
 
-from ...accelerators import version_of
-from ...errors import Refused
-from ...specs import ComfySetup
-from ...worker.comfy_loop.comfyui import import_comfyui
+from ..accelerators import version_of
+from ..errors import Refused
+from ..specs import ComfySetup
+from ..worker.comfy_loop.comfyui import import_comfyui
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...engine.comm.devices import (
+from ..engine.comm.devices import (
     BlockCounter,
     CommTimer,
     DeviceEvent,
@@ -24,13 +24,12 @@ from ...engine.comm.devices import (
     LaunchThrottle,
     seconds_between,
 )
-from ...engine.comm.mesh import GroupState, MeshDim
-from ...engine.comm.ranks import rank
-from ...engine.comm.votes import any_rank, differing_ranks
-from ...wire.bundles import write_bundle
-from ...wire.channel import Channel
-from ...wire.messages import Cancel, Heartbeat, Step
-from ...wire.readings import Busy, Readings
+from ..engine.comm.mesh import GroupState, MeshDim
+from ..engine.comm.ranks import rank
+from ..engine.comm.votes import any_rank, differing_ranks
+from ..wire.bundles import write_bundle
+from ..wire.channel import Channel
+from ..wire.messages import Busy, Cancel, Heartbeat, Readings, Step
 
 HEARTBEAT_SECONDS = 1.0
 TIMED_STEPS = (0, 2, 4)  # steps whose communication is timed: it costs time, and step 1 may be recorded

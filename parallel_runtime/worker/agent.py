@@ -1,4 +1,4 @@
-"""Runs torchrun until the host ends: `python -m parallel_runtime.worker.process.agent REPORT <torchrun arguments>`. The
+"""Runs torchrun until the host ends: `python -m parallel_runtime.worker.agent REPORT <torchrun arguments>`. The
 host has the other end of stdin; REPORT is the descriptor of a pipe for the causes of workers' deaths.
 
 torchrun's agent survives its parent and, when killed, leaves its workers running. Two ways end our processes with the
@@ -26,9 +26,9 @@ def main(report: Connection) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    from ...engine.comm.ranks import register_rendezvous
-    from ...errors import Cause
-    from ...wire.messages import Ended, encode
+    from ..engine.comm.ranks import register_rendezvous
+    from ..errors import Cause
+    from ..wire.messages import Ended, encode
 
     register_rendezvous()
     kills = out_of_memory_kills()
