@@ -22,7 +22,6 @@ from .split_plan import (
 )
 
 # ERNIE-Image: image and text in one stream. Its attention is called without transformer_options.
-
 ERNIE_IMAGE_BLOCKS = ModulePlan(
     "layers", {"x": Split(JOINT), "rotary_pos_emb": SplitLike(JOINT)}, attends=JOINT, unsplit_args=("temb",)
 )
@@ -35,10 +34,8 @@ ERNIE_IMAGE = Architecture(
     ),
 )
 
-
 # HiDream O1: a language model that makes pictures. What comes before the picture is full on every rank and attends to
 # nothing behind it; it is left out where the layers kept its keys at an earlier step.
-
 PREFIX = ("prefix",)
 PREFIX_IMAGE = PREFIX + IMAGE
 HIDREAM_O1_LENGTHS = ModulePlan("", {"ar_len": Count(PREFIX), "position_ids": Count(PREFIX_IMAGE)})
@@ -59,9 +56,7 @@ HIDREAM_O1 = Architecture(
     prompt="prefix",
 )
 
-
 # Ideogram 4: text and image in one stream, or the image alone.
-
 IDEOGRAM4_BLOCKS = ModulePlan(
     "layers",
     {"x": Split(JOINT), "freqs_cis": SplitLike(JOINT), "adaln_input": SplitLike(JOINT)},
@@ -78,9 +73,7 @@ IDEOGRAM4 = Architecture(
     patch=(1, 1, 1),
 )
 
-
 # Krea 2: text and image in one stream.
-
 KREA2_BLOCKS = ModulePlan(
     "blocks",
     {"x": Split(JOINT), "freqs": SplitLike(JOINT, 2), "timestep_zero_index": Index("joint")},
@@ -95,12 +88,10 @@ KREA2 = Architecture(
     patch=(1, 2, 2),
 )
 
-
 # Lumina 2 and Z-Image: text and image in one stream, after a refiner of the image alone.
 #
 # Z-Image on patches of pixels slices the text off right after the blocks; its decoder of pixels runs in full on every
 # rank.
-
 LUMINA_REFINER = ModulePlan(
     "noise_refiner",
     {"x": Split(IMAGE), "freqs_cis": SplitLike(IMAGE), "timestep_zero_index": Slices(IMAGE)},
@@ -131,10 +122,8 @@ LUMINA_PIXELS = replace(
     plan=SplitPlan((LUMINA_REFINER, replace(LUMINA_LAYERS, gathers=True))),
 )
 
-
 # OmniGen 2: refiners of the image and of references, then one stream of all. Boogu has the same refiners, and blocks
 # of two streams, which attend twice, before those of one.
-
 REFERENCES = ("references",)
 IMAGES = ("images",)  # of references and the one that is made
 
@@ -184,11 +173,9 @@ BOOGU = Architecture(
     plan=SplitPlan((*OMNIGEN2_REFINERS, OMNIGEN2_DOUBLE, one_stream("single_stream_layers", JOINT), OMNIGEN2_LAST)),
 )
 
-
 # Qwen-Image 2.1: text, references and image in one stream. Blocks are given a function that attends, by segments, and
 # may keep keys of all that comes before the image: then these tokens go through each block first, the image's after
 # them.
-
 QWEN_IMAGE21_BLOCKS = ModulePlan(
     "transformer_blocks",
     {"x": Split(JOINT), "pe": SplitLike(JOINT), "prefix_len": Index("joint")},
@@ -206,10 +193,8 @@ QWEN_IMAGE21 = Architecture(
     text_width=inputs_of("txt_in.in_layer"),
 )
 
-
 # SenseNova U1.5: a language model that makes pictures in pixels. What comes before the picture is full on every rank,
 # and goes through methods of its own of the same layers.
-
 SENSENOVA_LAYERS = "language_model.model.layers"
 SENSENOVA_IMAGE_LAYERS = ModulePlan(
     SENSENOVA_LAYERS,

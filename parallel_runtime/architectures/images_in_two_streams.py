@@ -8,7 +8,6 @@ from .split_plan import IMAGE, TEXT, Gather, Index, ModulePlan, Slices, Split, S
 # FLUX.1 (dev, schnell, Fill, depth, canny, Kontext, USO) and FLUX.2 (dev, klein): one class, one plan. Others have its
 # blocks: Chroma, Chroma Radiance on patches of pixels, whose decoder of pixels runs in full on every rank, and
 # Hunyuan 3D 2, without positions and with points of a shape in place of pixels.
-
 TEXT_IMAGE = TEXT + IMAGE
 FLUX_DOUBLE = ModulePlan(
     "double_blocks",
@@ -55,9 +54,7 @@ HUNYUAN_3D_2 = Architecture(
     text_width=inputs_of("cond_in"),
 )
 
-
 # AuraFlow. The parent slices the text off right before its last layer.
-
 AURA_FLOW_DOUBLE = ModulePlan(
     "double_layers", {"c": Split(TEXT), "x": Split(IMAGE)}, attends=TEXT_IMAGE, unsplit_args=("global_cond",)
 )
@@ -73,10 +70,8 @@ AURA_FLOW = Architecture(
     text_width=inputs_of("cond_seq_linear"),
 )
 
-
 # HiDream I1. Each block gets another text beside what it kept of the last: the text stays full, and is attended to
 # in shares.
-
 IMAGE_TEXT = IMAGE + TEXT
 HIDREAM_DOUBLE = ModulePlan(
     "double_stream_blocks",
@@ -97,10 +92,8 @@ HIDREAM = Architecture(
     plan=SplitPlan((HIDREAM_DOUBLE, HIDREAM_SINGLE, HIDREAM_LAST), replicated=frozenset(TEXT)),
 )
 
-
 # Hunyuan DiT, and Hunyuan 3D 2.1 with points of a shape in place of pixels, and the time in front of them. The second
 # half of the blocks is given what the first half left. The text, or the picture, is read as keys only.
-
 HUNYUAN_DIT_BLOCKS = ModulePlan(
     "blocks",
     {"x": Split(IMAGE), "freq_cis_img": SplitLike(IMAGE, 0), "skip": Split(IMAGE)},
@@ -139,9 +132,7 @@ HUNYUAN_3D_2_1 = Architecture(
     batch_coupled=lambda net: True,  # it swaps the halves of a batch of two and more
 )
 
-
 # JoyImage. The parent slices references off right after the blocks, so they end full.
-
 JOYIMAGE_BLOCKS = ModulePlan(
     "double_blocks",
     {"hidden_states": Split(IMAGE), "encoder_hidden_states": Split(TEXT), "image_rotary_emb": SplitLike(IMAGE)},
@@ -156,9 +147,7 @@ JOYIMAGE = Architecture(
     width=lambda net: net.img_in.out_channels,
 )
 
-
 # Lens.
-
 LENS_BLOCKS = ModulePlan(
     "transformer_blocks",
     {
@@ -177,9 +166,7 @@ LENS = Architecture(
     patch=(1, 1, 1),
 )
 
-
 # PixArt alpha and sigma. The text is read as keys only. Its attention is called without transformer_options.
-
 PIXART_BLOCKS = ModulePlan(
     "blocks",
     {"x": Split(IMAGE)},
@@ -194,11 +181,9 @@ PIXART = Architecture(
     plan=SplitPlan((PIXART_BLOCKS, PIXART_LAST), no_options=("comfy.ldm.pixart.blocks",)),
 )
 
-
 # PixelDiT and PiD: patches with the text; then blocks of pixels, which run in full on every rank.
 #
 # PiD mixes what it knows of the small picture into the patches between blocks, by modules of its own.
-
 PIXELDIT_BLOCKS = ModulePlan(
     "patch_blocks",
     {"x": Split(IMAGE), "y": Split(TEXT), "pos_img": SplitLike(IMAGE, 0), "pos_txt": SplitLike(TEXT, 0)},
@@ -224,9 +209,7 @@ PID = replace(
     PIXELDIT, name="PiD", kinds=("comfy.ldm.pixeldit.pid:PidNet",), plan=SplitPlan((PIXELDIT_GATES, PIXELDIT_BLOCKS))
 )
 
-
 # Qwen-Image, Edit, 2509 and 2511, and Mage-Flow, which has its blocks.
-
 QWEN_IMAGE_BLOCKS = ModulePlan(
     "transformer_blocks",
     {
@@ -249,9 +232,7 @@ QWEN_IMAGE = Architecture(
 )
 MAGE_FLOW = replace(QWEN_IMAGE, name="Mage-Flow", kinds=("comfy.ldm.mage_flow.model:MageFlowTransformer2DModel",))
 
-
 # SD3 and SD3.5. Blocks of the medium model attend a second time, to the image alone.
-
 SD3_BLOCKS = ModulePlan(
     "joint_blocks",
     {0: Split(TEXT), 1: Split(IMAGE)},

@@ -12,7 +12,6 @@ from .split_plan import AUDIO, JOINT, Gather, ModulePlan, Split, SplitLike, Spli
 
 # ACE-Step. The attention of version 1 is linear: a sum of values times keys over all tokens; its feed-forward layers
 # convolve along them. In version 1.5 half of the layers attend in a window, and none is given transformer_options.
-
 ACE_STEP_V1_BLOCKS = ModulePlan(
     "transformer_blocks",
     {"hidden_states": Split(AUDIO), "rotary_freqs_cis": (SplitLike(AUDIO, 0), SplitLike(AUDIO, 0))},
@@ -43,10 +42,8 @@ ACE_STEP_V1_5 = Architecture(
     patch=lambda net: (net.decoder.patch_size,),
 )
 
-
 # MiniMax Music 3: it runs over windows of a long piece, one after the other. Its attention is called without
 # transformer_options.
-
 MINIMAX_MUSIC_LAYERS = ModulePlan(
     "diffusion_transformer.transformer.layers",
     {"x": Split(AUDIO, repeats=True), "rotation_matrix": SplitLike(AUDIO, 2)},
@@ -62,9 +59,7 @@ MINIMAX_MUSIC = Architecture(
     patch=(1,),
 )
 
-
 # Stable Audio: one stream, with what stands for the whole of it in front.
-
 STABLE_AUDIO_LAYERS = ModulePlan(
     "transformer.layers",
     {
@@ -87,11 +82,9 @@ STABLE_AUDIO = Architecture(
     ),
 )
 
-
 # TripoSplat: points of a shape, a picture and a camera in one stream, after a refiner of the points; that of the
 # picture is computed in full by every rank. Rotations are made of hidden states between blocks, so from the second
 # block on a rank makes those of its own tokens.
-
 POINTS = ("points",)
 TRIPOSPLAT_REFINER = ModulePlan(
     "noise_refiner",

@@ -24,7 +24,6 @@ from .split_plan import (
 )
 
 # CogVideoX.
-
 COGVIDEOX_BLOCKS = ModulePlan(
     "blocks",
     {"hidden_states": Split(VIDEO), "encoder_hidden_states": Split(TEXT), "image_rotary_emb": SplitLike(VIDEO, -2)},
@@ -37,10 +36,8 @@ COGVIDEOX = Architecture(
     plan=SplitPlan((COGVIDEOX_BLOCKS, ModulePlan("proj_out", {0: Gather(VIDEO, after=True)}))),
 )
 
-
 # Cosmos 1, whose tokens come as [frames, rows, columns, B, C], with positions added to them in full between blocks.
 # Cosmos Predict2, and Anima, which puts a text adapter before it, have them as [B, frames, rows, columns, C].
-
 COSMOS_V1_BLOCKS = ModulePlan(
     "blocks",
     {"x": Split(VIDEO, dim=0, flat=3), "rope_emb_L_1_1_D": SplitLike(VIDEO, 0)},
@@ -83,11 +80,9 @@ COSMOS_PREDICT2 = Architecture(
     patch=(1, 2, 2),
 )
 
-
 # HunyuanVideo (text and both image to video), HunyuanVideo 1.5 and HunyuanImage, which have no single blocks or do.
 #
 # After the blocks the parent slices reference latents off by whole positions, so each stack ends full.
-
 TEXT_IMAGE = TEXT + IMAGE
 HUNYUAN_VIDEO_DOUBLE = ModulePlan(
     "double_blocks",
@@ -116,9 +111,7 @@ HUNYUAN_VIDEO = Architecture(
     plan=SplitPlan((HUNYUAN_VIDEO_DOUBLE, HUNYUAN_VIDEO_SINGLE), residuals=("input",)),
 )
 
-
 # Kandinsky 5 (image and video). The text has blocks of its own, full on every rank.
-
 KANDINSKY5_BLOCKS = ModulePlan(
     "visual_transformer_blocks",
     {"visual_embed": Split(VIDEO), "freqs": SplitLike(VIDEO)},
@@ -131,9 +124,7 @@ KANDINSKY5 = Architecture(
     name="Kandinsky 5", kinds=("comfy.ldm.kandinsky5.model:Kandinsky5",), plan=SplitPlan((KANDINSKY5_BLOCKS,))
 )
 
-
 # LTX-Video, and LTX-2 with its audio. Texts are read as keys only: full on every rank.
-
 LTXV_BLOCKS = ModulePlan(
     "transformer_blocks",
     {"x": Split(VIDEO), "pe": (SplitLike(VIDEO), None), "timestep": SplitLike(VIDEO)},
@@ -197,9 +188,7 @@ LTXAV = replace(
     plan=SplitPlan((LTXAV_BLOCKS,)),
 )
 
-
 # MiniMax H3: text, conditions, audio and video in one stream of tokens without a batch.
-
 MINIMAX_H3_BLOCKS = ModulePlan(
     "blocks",
     {"x": Split(JOINT, dim=0), "mod_segments": Slices(JOINT), "rope_freqs": SplitLike(JOINT)},
@@ -233,9 +222,7 @@ MINIMAX_H3 = Architecture(
     width=lambda net: net.blocks[0].attn.heads * net.blocks[0].attn.head_dim,
 )
 
-
 # Mochi. Of the text, which is full on every rank, only the first tokens are attended to: the prompt's.
-
 PROMPT = ("prompt",)
 MOCHI_BLOCKS = ModulePlan(
     "blocks",
@@ -257,13 +244,11 @@ MOCHI = Architecture(
     width=lambda net: net.hidden_size_x,
 )
 
-
 # Wan 2.1 and 2.2: text and image to video, first and last frame, 5B, Fun control, camera, SCAIL, causal
 # (all frames at once), VACE. The text is read as keys only, and is full on every rank.
 #
 # Those that follow a face, a voice or music (Animate, S2V, HuMo, Dancer) have tokens attend to conditions of their
 # frame.
-
 WAN_BLOCKS = ModulePlan(
     "blocks",
     {"x": Split(VIDEO), "e": SplitLike(VIDEO, per=True, ndim=4), "freqs": SplitLike(VIDEO)},
