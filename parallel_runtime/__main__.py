@@ -1,7 +1,5 @@
 """python -m parallel_runtime demo | join HOST:PORT | migrate WORKFLOW.json | packs | report"""
 
-from __future__ import annotations
-
 import importlib
 import sys
 

@@ -2,8 +2,6 @@
 Memory, streams and graphs of CUDA are asked by torch.cuda, the rest by torch.accelerator. Imports no torch.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 from collections.abc import Mapping
 from dataclasses import dataclass, field

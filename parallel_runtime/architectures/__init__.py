@@ -3,8 +3,6 @@
 A network is known by its class. One without a plan runs undivided. Plans need no torch.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from pkgutil import iter_modules
 

@@ -4,8 +4,6 @@ blocks that cost about the same. Imports no torch.
 Sizes are read from attributes of the network, which may be without weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache

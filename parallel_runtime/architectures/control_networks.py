@@ -2,8 +2,6 @@
 added to, by rows for a UNet and by tokens for all others, so that no residual has to be gathered.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 
 from .images_in_two_streams import FLUX_PLAN, HUNYUAN_DIT_PLAN, QWEN_IMAGE_PLAN, SD3_PLAN

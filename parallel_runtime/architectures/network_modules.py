@@ -3,8 +3,6 @@ and its blocks in the order in which they run, divided into the stages of a pipe
 ComfyUI's process and the workers use the same arithmetic.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -2,8 +2,6 @@
 and Stable Cascade. Imports no torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import gcd, log2

@@ -2,8 +2,6 @@
 pictures whose blocks it has.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -62,11 +60,7 @@ MINIMAX_MUSIC = Architecture(
 # Stable Audio: one stream, with what stands for the whole of it in front.
 STABLE_AUDIO_LAYERS = ModulePlan(
     "transformer.layers",
-    {
-        "x": Split(AUDIO),
-        "rotary_pos_emb": (SplitLike(AUDIO, 0), None),
-        "local_add_cond": SplitLike(AUDIO, at_end=True),
-    },
+    {"x": Split(AUDIO), "rotary_pos_emb": (SplitLike(AUDIO, 0), None), "local_add_cond": SplitLike(AUDIO, at_end=True)},
     attends=AUDIO,
     submodule_attends={"cross_attn": "local"},
     unsplit_args=("context", "global_cond"),

@@ -47,10 +47,7 @@ COSMOS_V1_BLOCKS = ModulePlan(
     gathers="each",
 )
 COSMOS_V1 = Architecture(
-    name="Cosmos 1",
-    kinds=("comfy.ldm.cosmos.model:GeneralDIT",),
-    plan=SplitPlan((COSMOS_V1_BLOCKS,)),
-    patch=(1, 2, 2),
+    name="Cosmos 1", kinds=("comfy.ldm.cosmos.model:GeneralDIT",), plan=SplitPlan((COSMOS_V1_BLOCKS,)), patch=(1, 2, 2)
 )
 
 COSMOS_PREDICT2_BLOCKS = ModulePlan(
@@ -182,10 +179,7 @@ LTXAV_BLOCKS = ModulePlan(
     gathers=True,
 )
 LTXAV = replace(
-    LTXV,
-    name="LTX-2",
-    kinds=("comfy.ldm.lightricks.av_model:LTXAVModel",),
-    plan=SplitPlan((LTXAV_BLOCKS,)),
+    LTXV, name="LTX-2", kinds=("comfy.ldm.lightricks.av_model:LTXAVModel",), plan=SplitPlan((LTXAV_BLOCKS,))
 )
 
 # MiniMax H3: text, conditions, audio and video in one stream of tokens without a batch.
@@ -315,8 +309,5 @@ HUMO = wan_driven(
     ),
 )
 DANCER = wan_driven(
-    "WanDancer",
-    "model_wandancer:WanDancerModel",
-    wan_injector("music_injector"),
-    replace(WAN_HEAD, name="head_global"),
+    "WanDancer", "model_wandancer:WanDancerModel", wan_injector("music_injector"), replace(WAN_HEAD, name="head_global")
 )

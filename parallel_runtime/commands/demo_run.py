@@ -1,7 +1,5 @@
 """The whole path without ComfyUI and without downloads: two workers draw a picture, one worker checks it."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Starts this machine's workers when the other machine asks for them, ends them wh
 the next request.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

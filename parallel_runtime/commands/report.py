@@ -1,7 +1,5 @@
 """Reports what a machine can do, as Markdown and JSON to paste into an issue. Downloads nothing."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os
@@ -128,10 +126,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--world", type=count, nargs="+", help="numbers of workers (default: 1 2 4 8; on the CPU 1 2)")
     add_comfyui(parser)
     parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("report"),
-        help="name or folder of report.md and .jsonl, or of .workflow.json",
+        "--out", type=Path, default=Path("report"), help="name or folder of report.md and .jsonl, or of .workflow.json"
     )
     parser.add_argument(
         "--workflow",

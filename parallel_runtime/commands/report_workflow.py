@@ -2,8 +2,6 @@
 the classes of its networks. Texts, titles, notes and names of files are left out.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -67,10 +65,7 @@ def summary(workflow: Any, class_of: Callable[[str], str]) -> Json:
     if not calls or not all(named):
         raise Refused("report.no_workflow", kind=type(workflow).__name__)
     return {
-        name: {
-            "class_type": call["class_type"],
-            "inputs": _value("", call.get("inputs") or {}, class_of),
-        }
+        name: {"class_type": call["class_type"], "inputs": _value("", call.get("inputs") or {}, class_of)}
         for name, call in calls.items()
     }
 

@@ -8,8 +8,6 @@ kept in codec.safetensors; tests/demo_training/fitting.py made it. Latents are i
 own (latent - 0.1159) * 0.3611 they have about unit variance. Knows no model.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

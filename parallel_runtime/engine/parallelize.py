@@ -147,9 +147,9 @@ class _TokenDivision(ExitStack):
                 self.enter_context(module.register_forward_hook(self._leave, always_call=True))
             else:
                 self._replace(module, _scoped(module.forward, self._override.active_scopes, scope))
-        if (frames := block.module_plan.frames) is not None:
+        if (frames := plan.frames) is not None:
             self._replace(block.module, partial(run_on_frames, block, frames, self.streams, block.module.forward))
-        for name, function in block.module_plan.token_functions.items():
+        for name, function in plan.token_functions.items():
             module, stream = block.module.get_submodule(name), self._plan.main_stream
             self._replace(module, with_all_tokens(module.forward, function, stream, self.streams, self._ranks))
         self._divide_functions(block)

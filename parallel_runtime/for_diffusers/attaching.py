@@ -2,8 +2,6 @@
 PyTorch's DeviceMesh, diffusers' ContextParallelConfig.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack

@@ -9,8 +9,6 @@ Each processor of ours is diffusers' own, line by line the same arithmetic, with
 torch's call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import cache, partial
 from typing import Any

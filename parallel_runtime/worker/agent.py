@@ -6,8 +6,6 @@ host, because each covers what the other cannot: the kernel kills a process with
 pipe or socket closes when the host ends for any reason. torch is imported late: both must work before that.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil

@@ -9,8 +9,6 @@ A large tensor's random numbers depend on the number of a GPU's processors: samp
 own device.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +26,8 @@ from ..engine.comm.ranks import rank
 from ..engine.comm.votes import all_gather_int
 from ..engine.split.streams import chunk_range, chunk_sizes
 from ..loading.random_states import generator_kind
+
+log = logging.getLogger(__name__)
 
 PER_BATCH_OPTIONS = ("cond_or_uncond", "uuids")  # lists in transformer_options with one item for each joined batch
 
@@ -112,8 +112,6 @@ def _options(options: dict[str, Any], entries: slice, batch: int) -> dict[str, A
             selected[name] = [per_batch[index // entries_per_cond] for index in range(batch)[entries]]
     return selected
 
-
-log = logging.getLogger(__name__)
 
 DRAWING = (
     "bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "multinomial", "normal",

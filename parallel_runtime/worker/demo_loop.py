@@ -1,7 +1,5 @@
 """The demo's denoising loop, which needs no ComfyUI: flow-matching Euler around diffusers' FLUX transformer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise

@@ -3,8 +3,6 @@ that all machines have the same model files, and that what is sent arrives; and 
 blocks, measured once, in a fraction of a second, when the group starts.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Sequence

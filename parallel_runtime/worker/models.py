@@ -1,7 +1,5 @@
 """The models of this rank: loaded when a job names one, parallelized as it asks, and kept until the host frees them."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -60,10 +58,7 @@ class Model:
 
     def __post_init__(self) -> None:
         self.graph_runner = GraphRunner(
-            self.network,
-            self.device,
-            eager_reason=self.unrecordable_reason,
-            before_timing=self.stop_comm_timer,
+            self.network, self.device, eager_reason=self.unrecordable_reason, before_timing=self.stop_comm_timer
         )
 
     @property

@@ -1,7 +1,5 @@
 """Messages of a running job between two evaluations of the model: heartbeats, steps, and the vote to cancel."""
 
-from __future__ import annotations
-
 import os
 import statistics
 import threading

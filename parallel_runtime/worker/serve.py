@@ -2,8 +2,6 @@
 readings of this rank, and the message of an out-of-memory error.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -2,8 +2,6 @@
 their last residual is added again. All ranks decide together, by all tokens. Knows no model family and no sampler.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -11,8 +11,6 @@ to one token lies together, [tokens, batch, heads, head_dim]: what arrives from 
 each had, and needs no copy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache

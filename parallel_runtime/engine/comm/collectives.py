@@ -9,8 +9,6 @@ which lies behind its numbers: whatever cuts, sends or joins tokens and heads ta
 the same bytes compute the same.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

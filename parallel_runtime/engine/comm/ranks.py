@@ -4,8 +4,6 @@ torchruns, whose node ranks are fixed, then of ranks.
 torchrun's own rendezvous of several machines unpickles whatever lies in its store.
 """
 
-from __future__ import annotations
-
 import os
 from datetime import timedelta
 

@@ -7,8 +7,6 @@ act on what only it has seen (a message, a threshold, a failure) before it has a
 Only nvfp4 needs one scale for all ranks: other formats have a scale for each token, or one in the file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -41,8 +39,7 @@ def all_gather_ints(numbers: Sequence[int], dim: MeshDim | None = None) -> list[
     )
     local = torch.tensor([numbers], dtype=torch.int64)
     (by_rank,) = all_gather_into(local.repeat(size, 1), local, [1] * size, cpu_dim).wait()
-    values: list[list[int]] = by_rank.tolist()
-    return values
+    return by_rank.tolist()
 
 
 def all_gather_int(number: int, dim: MeshDim | None = None) -> list[int]:

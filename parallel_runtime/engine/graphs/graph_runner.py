@@ -225,7 +225,7 @@ class GraphRunner:
             self._unreplayed.add(call.key)
         elif trial.evaluations < self._warmup_evaluations:
             return self._timed(trial, args, kwargs)
-        elif not self._is_worthwhile(trial):
+        elif self.choice != "on" and not self.any_rank(trial.launch_fraction > MIN_LAUNCH_FRACTION):
             return self._stay_eager(call, NO_GAIN, self._run_eager(args, kwargs))
         else:
             self._unreplayed.clear()  # calls come again
@@ -287,9 +287,6 @@ class GraphRunner:
         trial.launch_seconds = time.perf_counter() - started
         trial.events = begun, self._now()
         return out
-
-    def _is_worthwhile(self, trial: _Trial) -> bool:
-        return self.choice == "on" or self.any_rank(trial.launch_fraction > MIN_LAUNCH_FRACTION)
 
     def _is_like_recorded(self, call: Call) -> bool:
         """Returns whether a recording of this call will pay as one that was kept does."""
@@ -361,9 +358,8 @@ class GraphRunner:
         """Returns the recording, or why there is none. Raises RuntimeError where the device is lost."""
         _copy_into(inputs, call.tensors)
         try:
-            return _Recording(
-                recorder.record(run), inputs, [*self.network.buffers(), *cuda_graphs.cached_results(self.network)]
-            ), ""
+            graph = recorder.record(run)
+            return _Recording(graph, inputs, [*self.network.buffers(), *cuda_graphs.cached_results(self.network)]), ""
         except RuntimeError as error:
             reason = f"recording it failed: {(str(error) or type(error).__name__).splitlines()[0][:200]}"
         if self.device.type != "cpu":

@@ -242,6 +242,7 @@ _MAX_ERROR = 0.05  # of the values' deviation, and of a log-sum-exp: half precis
 _MAX_ERROR_REQUESTED = 0.5  # a kernel requested by name may round more (sage)
 _BATCH, _HEADS, _QUERIES, _KEYS = 2, 4, 333, 517  # of the attention that a kernel is tried with
 _CHECKED_QUERIES = 16  # queries that are computed anew in float32, of the first and the last head
+
 MaskKind = tuple[torch.dtype, bool, bool, bool]  # a mask's dtype; does it vary by batch, head, query?
 
 

@@ -2,8 +2,6 @@
 ranks and no other way to attend.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass

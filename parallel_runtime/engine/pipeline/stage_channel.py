@@ -3,8 +3,6 @@
 The message travels on the CPU, so that a stage knows dtype and shape without asking its device. A send never blocks.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 

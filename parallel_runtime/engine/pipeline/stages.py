@@ -9,8 +9,6 @@ With `OwnedModules` all ranks run the code around these parts on the same real n
 it needs no plan, and is worth its traffic for networks that run once, such as text encoders.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import logging
@@ -38,6 +36,7 @@ from .stage_channel import StageChannel
 
 log = logging.getLogger(__name__)
 
+BAD_INPUT = (AttributeError, LookupError, TypeError, ValueError)  # raised for tokens of another text encoder
 STAGE_ATTRIBUTE = "_real_on_stage"  # attribute of a block's output: the stage that computed it
 
 
@@ -255,9 +254,6 @@ class Stages(ExitStack):
 
 def _hidden_states(block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     return [value for value in block.hidden_states(args, kwargs) if isinstance(value, Tensor)]
-
-
-BAD_INPUT = (AttributeError, LookupError, TypeError, ValueError)  # raised for tokens of another text encoder
 
 
 class RemoteModule(PlaceholderBlock):

@@ -11,8 +11,6 @@ order; where another rank's tile would be needed, a rank other than 0 goes on wi
 values.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext

@@ -5,8 +5,6 @@ A convolution is computed with zeros for the neighbours' rows while these travel
 computed again. No activation is copied for its halo.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

@@ -3,8 +3,6 @@ edges, which travel while the inside is computed; the mode in which functions of
 rows of each of its levels, as pictures and as streams of tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property

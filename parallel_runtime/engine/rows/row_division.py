@@ -7,11 +7,10 @@ level's size, every rank computes that evaluation in full, by itself. A UNet's C
 returns only this rank's rows of each residual, which the UNet expects.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -155,8 +154,7 @@ class RowDivision(ExitStack):
             kwargs["context"], local = self._levels.gather_flat(x), True
         self._override.active_scopes.append(self._local if local else self._across)
         try:
-            out: Tensor = forward(x, *args, **kwargs)
-            return out
+            return forward(x, *args, **kwargs)
         finally:
             self._override.active_scopes.pop()
 
@@ -173,10 +171,8 @@ class RowDivision(ExitStack):
     def _normed_convolution(self, forward: Forward, layers: list[nn.Module], x: Tensor) -> Tensor:
         """Computes a group norm, elementwise layers, and a convolution of 3 x 3 pixels, of this rank's rows and one
         more at each side, which travel with the norm's statistics."""
-        out: Tensor
         if (levels := self._levels) is None:
-            out = forward(x)
-            return out
+            return forward(x)
         norm, *between, convolution = layers
         try:
             self._handlers = WITH_EDGES
@@ -188,8 +184,7 @@ class RowDivision(ExitStack):
             if levels.index == levels.ranks.size - 1:
                 x.narrow(levels.dim, x.shape[levels.dim] - 1, 1).zero_()
             self._handlers = OF_EDGES
-            out = convolution(x)
-            return out
+            return convolution(x)
         finally:
             self._handlers = HANDLERS
 
@@ -323,14 +318,9 @@ class ControlRowDivision(RowDivision):
         """Returns the levels of the hint's picture, of which the last are those of the latent."""
         if of_latent not in self._hint_levels:
             finer = 2**self._plan.hint_halvings
-            self._hint_levels[of_latent] = Levels(
-                ranks=of_latent.ranks,
-                dim=of_latent.dim,
-                units=of_latent.units,
-                rows=of_latent.rows * finer,
-                across=of_latent.across * finer,
-                depth=of_latent.depth + self._plan.hint_halvings,
-            )
+            rows, across = of_latent.rows * finer, of_latent.across * finer
+            depth = of_latent.depth + self._plan.hint_halvings
+            self._hint_levels[of_latent] = replace(of_latent, rows=rows, across=across, depth=depth, source=[])
         return self._hint_levels[of_latent]
 
     def _mean_of_all(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:

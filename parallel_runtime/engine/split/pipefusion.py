@@ -5,8 +5,6 @@ step's for the patches after it. Text goes with the first patch. A branch's firs
 once, and is exact. Knows no network, no plan and no ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 Knows no module and no attention.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
@@ -359,11 +357,5 @@ def _slice_after(before: int, start: int | None, end: int | None) -> slice:
 
 
 def _wrong_length(where: str, tokens: int, streams: Names, expected: object) -> Refused:
-    return Refused(
-        "tokens.other",
-        widget="ring_degree",
-        name=where,
-        tokens=tokens,
-        streams="+".join(streams),
-        expected=str(expected),
-    )
+    named, expected = "+".join(streams), str(expected)
+    return Refused("tokens.other", widget="ring_degree", name=where, tokens=tokens, streams=named, expected=expected)

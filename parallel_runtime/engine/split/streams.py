@@ -4,8 +4,6 @@ Chunk sizes follow from the global token count alone, so that no size is ever se
 lengths, and scratch memory that layers share, are cached here until the forward is over.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -225,8 +223,7 @@ class Streams:
         """Returns `make()`, called once a forward for each `key`."""
         if key not in self._cache:
             self._cache[key] = make()
-        value: T = self._cache[key]
-        return value
+        return self._cache[key]
 
     def scratch(self, use: Hashable, shape: Sequence[int], like: Tensor) -> Tensor:
         """Returns memory for `use`, which the next layer gets again: its contents are lost then."""
@@ -241,5 +238,4 @@ class Streams:
 
 def streams_of(network: nn.Module) -> Streams | None:
     """Returns the split streams of the forward in progress; None where this rank has the full sequence."""
-    streams: Streams | None = getattr(getattr(network, PARALLELIZED, None), "streams", None)
-    return streams
+    return getattr(getattr(network, PARALLELIZED, None), "streams", None)

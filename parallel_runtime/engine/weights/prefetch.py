@@ -1,8 +1,6 @@
 """Fetches the weights of one network just before they are needed, one block ahead, into two buffers in turn; and says
 which modules to fetch from where."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial

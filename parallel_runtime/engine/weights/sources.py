@@ -6,8 +6,6 @@ That is in main memory, or in parts on the devices of all ranks. Of each block a
 `staged` block is copied before it runs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import mmap
@@ -24,6 +22,11 @@ from ..comm.mesh import MeshDim
 from ..comm.votes import all_gather_int
 from ..split.streams import chunk_sizes
 
+log = logging.getLogger(__name__)
+
+Wait = Callable[[], object]  # waits for a fetch
+
+FD_BITS = 20  # of a number that has a pid above it
 ALIGNMENT_BYTES = 512  # of every tensor: kernels, and so the bits of a result, are chosen by alignment
 CPU_ALIGNMENT_BYTES = 64
 PAGE_BYTES = 4096
@@ -129,13 +132,6 @@ def rebuild_parameter(weight: Tensor, parts: list[Tensor]) -> nn.Parameter:
 def without_storage(tensor: Tensor) -> Tensor:
     """Returns a tensor of the same dtype, device and shape that shares one element."""
     return torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
-
-
-log = logging.getLogger(__name__)
-
-FD_BITS = 20
-
-Wait = Callable[[], object]  # waits for a fetch
 
 
 class HostWeights:
