@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..architectures.split_plan import AttentionSpecs, Cross, SplitPlan
 from ..engine.attention.context_attention import ContextAttention
+from ..engine.attention.dispatch import check_backend
 from ..engine.comm.mesh import BATCH_DIMS, MESH_DIMS, ContextMesh, GroupState, build_mesh, comm_device_of, mesh_dim_of
-from ..engine.kernels.dispatch import check_backend
 from ..engine.split.hooks import Block, add_hooks, blocks_of_plan
 from ..engine.split.splitter import Splitter
 from ..engine.split.streams import PARALLELIZED, Streams

@@ -22,7 +22,7 @@ from diffusers.models.transformers.transformer_lumina2 import Lumina2AttnProcess
 from torch import Tensor, nn
 
 from ..engine.attention.context_attention import ContextAttention
-from ..engine.kernels.dispatch import attend
+from ..engine.attention.dispatch import attend
 from ..request import AttentionBackend
 
 

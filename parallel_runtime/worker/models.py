@@ -20,7 +20,7 @@ from ..engine.comm.votes import any_rank, refuse_on_all_ranks
 from ..engine.graphs.cuda_graphs import compile_blocks
 from ..engine.graphs.graph_runner import GraphRunner
 from ..engine.parallelize import parallelize, unparallelize
-from ..engine.pipeline.stages import PlaceholderBlock, Stages
+from ..engine.stages import PlaceholderBlock, Stages
 from ..engine.weights.prefetch import Buffers, RankPlacement, rank_placement
 from ..jobs import Job
 from ..request import AfterSampling

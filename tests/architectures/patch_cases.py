@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from parallel_runtime.architectures.network_modules import counts_of, why_not_in_patches
 from parallel_runtime.engine.attention import ring_and_ulysses
-from parallel_runtime.engine.pipeline.stages import Stages
 from parallel_runtime.engine.split.pipefusion import PipeFusion
+from parallel_runtime.engine.stages import Stages
 from parallel_runtime.errors import Refused
 from parallel_runtime.request import EngineOptions
 from parallel_runtime.specs import Parallelism

@@ -36,7 +36,7 @@ PLACES = {  # module, function, which call of it
     "convert": ("parallel_runtime.engine.rows.conversion", "Conversion.run", 1),
     "record": ("parallel_runtime.engine.graphs.graph_runner", "GraphRunner._try_record", 1),
     "report": ("tests.bench.report.attention_cases", "mean_error", 3),
-    "attend": ("parallel_runtime.engine.kernels.dispatch", "attend", 10),
+    "attend": ("parallel_runtime.engine.attention.dispatch", "attend", 10),
     "kind": ("parallel_runtime.engine.comm.ranks", "device_kind", 1),
     "forward": ("parallel_runtime.demo.transformer", "evaluate", 2),
     "tokens": ("parallel_runtime.engine.attention.context_attention", "ContextAttention._run", 1),

@@ -26,10 +26,10 @@ from ...errors import Refused
 from ...request import AttentionBackend
 from ...specs import Parallelism
 from ..comm.mesh import ContextMesh
-from ..kernels.dispatch import attend_op, register, try_kernel, warn_once
-from ..kernels.registry import FUNCTIONS
 from ..split.streams import Streams
 from .context_attention import ContextAttention
+from .dispatch import attend_op, register, try_kernel, warn_once
+from .registry import FUNCTIONS
 
 Attention = Callable[..., Tensor]  # ComfyUI's, called as its optimized_attention
 Override = Callable[..., Tensor]  # called with the native attention function, then with its arguments

@@ -11,7 +11,8 @@ from ...request import AttentionBackend
 from ...specs import Parallelism
 from ..comm.collectives import SCALE_BYTES, Pending, all_gather_v, allocate, from_float8, to_float8
 from ..comm.mesh import ContextMesh
-from ..kernels.dispatch import (
+from ..split.streams import LocalTokens, Streams, chunk_sizes
+from .dispatch import (
     AttentionKind,
     MaskKind,
     attend_block,
@@ -23,9 +24,8 @@ from ..kernels.dispatch import (
     repeat_kv,
     try_kernel,
 )
-from ..kernels.registry import FullAttention
-from ..split.streams import LocalTokens, Streams, chunk_sizes
 from .masks import Mask, gather_key_mask, memory_key, pair_mask, patch_mask
+from .registry import FullAttention
 from .ring_and_ulysses import (
     MAX_HEAD_CHUNKS,
     AllToAllLayout,

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import Refused
+from ..attention.dispatch import attend_block
 from ..attention.ring_and_ulysses import Merge, rotate
 from ..comm.collectives import all_gather_v, allocate, send_recv
-from ..kernels.dispatch import attend_block
 from .levels import Share, fetch_neighbour_rows
 
 PIECE_ELEMENTS = 2**22  # 16 MiB in float32, which stay in a GPU's cache

@@ -17,7 +17,7 @@ from torch import nn
 from ...architectures.network_modules import encoder_units, outermost_blocks
 from ...engine.comm.mesh import MeshDim
 from ...engine.comm.ranks import rank
-from ...engine.pipeline.stages import BAD_INPUT, OwnedModules
+from ...engine.stages import BAD_INPUT, OwnedModules
 from ...engine.weights.prefetch import RankPlacement
 from ...engine.weights.sources import HostWeights
 from ...errors import Refused

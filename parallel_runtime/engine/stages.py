@@ -22,16 +22,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten, treespec_dumps, treespec_loads
 
-from ...architectures.network_modules import BlockRef, counts_of, owners, units_of
-from ...architectures.split_plan import SplitPlan
-from ...errors import Refused
-from ...specs import Parallelism
-from ..comm.collectives import all_gather_v
-from ..comm.mesh import ContextMesh, MeshDim
-from ..comm.votes import all_gather_int
-from ..parallelize import parallelize, unparallelize
-from ..split.hooks import Block, blocks_of_plan
-from ..split.streams import streams_of
+from ..architectures.network_modules import BlockRef, counts_of, owners, units_of
+from ..architectures.split_plan import SplitPlan
+from ..errors import Refused
+from ..specs import Parallelism
+from .comm.collectives import all_gather_v
+from .comm.mesh import ContextMesh, MeshDim
+from .comm.votes import all_gather_int
+from .parallelize import parallelize, unparallelize
+from .split.hooks import Block, blocks_of_plan
+from .split.streams import streams_of
 from .stage_channel import StageChannel
 
 log = logging.getLogger(__name__)
