@@ -28,7 +28,7 @@ ROOMS = (  # arrows only go down this list
 )
 INSIDE = {  # likewise, folders inside a room; "" are the files beside them
     "nodes": ("", "classes", "server", "remote", "describe"),
-    "engine": ("", "rows", "weights", "graphs", "attention", "split", "comm"),
+    "engine": ("", "rows", "attention", "split", "comm"),
 }
 LOOSE = ("jobs", "accelerators", "specs", "request", "errors")  # below all rooms
 COMFY = {"comfy", "comfy_api", "comfy_extras", "comfy_execution", "folder_paths", "server", "execution"}

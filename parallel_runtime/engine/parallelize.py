@@ -24,13 +24,12 @@ from ..errors import Refused
 from ..specs import Parallelism
 from .attention.attention_override import OVERRIDE, AttentionOverride, wrap_modules
 from .attention.head_functions import TORCH, HeadAttention
+from .comm.collectives import any_rank, shared_input_scales
 from .comm.mesh import ContextMesh
-from .comm.votes import any_rank, shared_input_scales
 from .rows.row_division import CascadeDivision, ControlRowDivision, RowDivision
 from .split.hooks import Block, add_hooks, blocks_of_plan, run_on_frames, with_all_tokens
-from .split.pipefusion import PipeFusion, TurnEnded
 from .split.splitter import Residuals, Splitter
-from .split.streams import PARALLELIZED
+from .split.streams import PARALLELIZED, PipeFusion, TurnEnded
 
 T = TypeVar("T")
 

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import Refused
-from .comm.collectives import Pending, allocate
+from .comm.collectives import Pending, allocate, any_rank
 from .comm.mesh import MeshDim
-from .comm.votes import any_rank
 
 TAG = 7  # of messages and tensors on the CPU, where votes use the same ranks
 MESSAGE_SHAPE = (1 + 16, 2 + 6)  # a row with the number of tensors, or END; then of each tensor dtype, ndim and shape

@@ -26,9 +26,8 @@ from ..architectures.network_modules import BlockRef, counts_of, owners, units_o
 from ..architectures.split_plan import SplitPlan
 from ..errors import Refused
 from ..specs import Parallelism
-from .comm.collectives import all_gather_v
+from .comm.collectives import all_gather_int, all_gather_v
 from .comm.mesh import ContextMesh, MeshDim
-from .comm.votes import all_gather_int
 from .parallelize import parallelize, unparallelize
 from .split.hooks import Block, blocks_of_plan
 from .split.streams import streams_of

@@ -20,10 +20,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map, tree_map_only
 
-from ..engine.comm.collectives import all_gather_v
+from ..engine.comm.collectives import all_gather_int, all_gather_v
 from ..engine.comm.mesh import GroupState, MeshDim, comm_device_of, mesh_dim_of
 from ..engine.comm.ranks import rank
-from ..engine.comm.votes import all_gather_int
 from ..engine.split.streams import chunk_range, chunk_sizes
 from ..loading.random_states import generator_kind
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ..demo import transformer
-from ..engine.comm.votes import refuse_on_all_ranks
+from ..engine.comm.collectives import refuse_on_all_ranks
 from ..for_diffusers import attach, detach
 from ..jobs import DemoJob, Job
 from ..specs import ModelSpec, Parallelism

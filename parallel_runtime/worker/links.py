@@ -12,10 +12,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..engine.comm.collectives import all_to_all, ring_send_recv
+from ..engine.comm.collectives import all_to_all, differing_ranks, ring_send_recv
 from ..engine.comm.mesh import GroupState, MeshDim, comm_device_of, mesh_dim_of
 from ..engine.comm.ranks import machine, machine_count, rank, world_size
-from ..engine.comm.votes import differing_ranks
 from ..errors import ParallelError, Refused, say
 from ..loading.fingerprint import check_unchanged, file_fingerprint
 from ..specs import SourceFile

@@ -14,14 +14,14 @@ from ..architectures import Architecture
 from ..architectures.network_modules import blocks_of
 from ..architectures.row_plan import RowPlan
 from ..engine.attention.attention_override import backend_override
-from ..engine.comm.devices import BlockCounter, can_allocate, empty_cache, event_factory
+from ..engine.comm.collectives import any_rank, refuse_on_all_ranks
 from ..engine.comm.mesh import ContextMesh, GroupState, MeshDim, build_mesh, end_groups, with_new_group
-from ..engine.comm.votes import any_rank, refuse_on_all_ranks
-from ..engine.graphs.cuda_graphs import compile_blocks
-from ..engine.graphs.graph_runner import GraphRunner
+from ..engine.comm.ranks import BlockCounter, can_allocate, empty_cache, event_factory
+from ..engine.cuda_graphs import compile_blocks
+from ..engine.graph_runner import GraphRunner
 from ..engine.parallelize import parallelize, unparallelize
+from ..engine.prefetch import Buffers, RankPlacement, rank_placement
 from ..engine.stages import PlaceholderBlock, Stages
-from ..engine.weights.prefetch import Buffers, RankPlacement, rank_placement
 from ..jobs import Job
 from ..request import AfterSampling
 from ..specs import Compilation, ModelSpec, Parallelism, WeightPlacement

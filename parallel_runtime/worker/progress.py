@@ -13,18 +13,18 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..engine.comm.devices import (
+from ..engine.comm.collectives import any_rank, differing_ranks
+from ..engine.comm.mesh import GroupState, MeshDim
+from ..engine.comm.ranks import (
     BlockCounter,
     CommTimer,
     DeviceEvent,
     EventFactory,
     HostEvent,
     LaunchThrottle,
+    rank,
     seconds_between,
 )
-from ..engine.comm.mesh import GroupState, MeshDim
-from ..engine.comm.ranks import rank
-from ..engine.comm.votes import any_rank, differing_ranks
 from ..wire.bundles import write_bundle
 from ..wire.channel import Channel
 from ..wire.messages import Busy, Cancel, Heartbeat, Readings, Step

@@ -19,10 +19,18 @@ import torch
 
 from ..architectures.network_modules import weight_bytes
 from ..demo import check_diffusers
-from ..engine.comm.devices import cached_bytes, event_factory, free_bytes, host_free_bytes
-from ..engine.comm.ranks import device_kind, join, rank, world_size
-from ..engine.comm.votes import differing_ranks
-from ..engine.graphs.cuda_graphs import reporting_compilation, warm_compiler
+from ..engine.comm.collectives import differing_ranks
+from ..engine.comm.ranks import (
+    cached_bytes,
+    device_kind,
+    event_factory,
+    free_bytes,
+    host_free_bytes,
+    join,
+    rank,
+    world_size,
+)
+from ..engine.cuda_graphs import reporting_compilation, warm_compiler
 from ..errors import OutOfMemory, Refused, Sentence, say
 from ..jobs import DemoJob, EvaluationJob, Job, VAEJob, answering_rank
 from ..specs import ComfySetup, Parallelism

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from parallel_runtime.architectures.network_modules import counts_of, why_not_in_patches
 from parallel_runtime.engine.attention import ring_and_ulysses
-from parallel_runtime.engine.split.pipefusion import PipeFusion
+from parallel_runtime.engine.split.streams import PipeFusion
 from parallel_runtime.engine.stages import Stages
 from parallel_runtime.errors import Refused
 from parallel_runtime.request import EngineOptions

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
+from parallel_runtime.engine.comm.collectives import differing_ranks
 from parallel_runtime.engine.comm.mesh import GroupState, MeshDim
-from parallel_runtime.engine.comm.votes import differing_ranks
 from parallel_runtime.errors import Refused
 from parallel_runtime.jobs import DemoJob
 from parallel_runtime.specs import ModelSpec, Parallelism, WeightPlacement

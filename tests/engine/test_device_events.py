@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from parallel_runtime.engine.comm.collectives import Pending
-from parallel_runtime.engine.comm.devices import BlockCounter, HostEvent, LaunchThrottle
 from parallel_runtime.engine.comm.mesh import GroupState
+from parallel_runtime.engine.comm.ranks import BlockCounter, HostEvent, LaunchThrottle
 from parallel_runtime.wire.channel import Channel
 from parallel_runtime.wire.messages import Cancel, Readings
 from parallel_runtime.worker.progress import Cancelled, Progress

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from parallel_runtime.engine.comm.votes import (
+from parallel_runtime.engine.comm.collectives import (
     all_gather_int,
     all_gather_ints,
     any_rank,

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from parallel_runtime.engine import graph_runner
 from parallel_runtime.engine.comm.mesh import build_mesh
-from parallel_runtime.engine.graphs import graph_runner
 from parallel_runtime.planning.misfit import shortage
 from parallel_runtime.specs import ModelSpec, Parallelism, Placement
 from parallel_runtime.worker.models import Model

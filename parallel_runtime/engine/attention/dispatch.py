@@ -25,8 +25,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...accelerators import FALLBACK, KERNELS
 from ...request import AttentionBackend
+from ..comm.collectives import any_rank
 from ..comm.mesh import MeshDim
-from ..comm.votes import any_rank
 from .registry import FUNCTIONS, cudnn_supports_graphs, heads_first, sdpa
 
 # Takes query, key, value [B, tokens, heads, D], mask, scale, and numbers that it interprets itself; returns [B, query

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ...specs import Parallelism
-from .devices import CommTimer
+from .ranks import CommTimer
 
 BATCH_DIMS = ("data", "cfg")  # mesh dimensions along which images and prompts are split, not tokens
 MESH_DIMS = ("pipeline", *BATCH_DIMS, "ring", "ulysses")

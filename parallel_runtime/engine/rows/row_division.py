@@ -24,9 +24,8 @@ from ...architectures.split_plan import TEXT, Cross
 from ...loading.random_states import random_states, set_random_states
 from ...specs import Parallelism
 from ..attention.attention_override import OVERRIDE, AttentionOverride, backend_override, wrap_modules
-from ..comm.collectives import all_gather_v
+from ..comm.collectives import all_gather_v, shared_input_scales
 from ..comm.mesh import ContextMesh
-from ..comm.votes import shared_input_scales
 from . import functions
 from .full_patches import FullPatches
 from .levels import Handlers, Levels, LevelTokens, NoLevel, RowFunctions, levels_of

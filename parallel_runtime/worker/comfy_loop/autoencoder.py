@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from ...architectures.autoencoders import COMPARED, kind_of, name_of
+from ...engine.comm.collectives import refuse_on_all_ranks
 from ...engine.comm.mesh import MeshDim, participating_ranks
 from ...engine.comm.ranks import machine, machine_ranks, rank
-from ...engine.comm.votes import refuse_on_all_ranks
 from ...engine.rows.conversion import Conversion, error_limit, leave_undivided, run_tiles, share_of
 from ...engine.rows.levels import Share
 from ...engine.split.streams import chunk_sizes

@@ -22,9 +22,9 @@ from comfy.nested_tensor import NestedTensor
 from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 
+from ...engine.comm.collectives import refuse_on_all_ranks
 from ...engine.comm.mesh import MeshDim
-from ...engine.comm.votes import refuse_on_all_ranks
-from ...engine.split.pipefusion import PipeFusion
+from ...engine.split.streams import PipeFusion
 from ...errors import Refused
 from ...jobs import TWO_MODEL_GUIDERS, SamplingJob
 from ...loading.code_names import named

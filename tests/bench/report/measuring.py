@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from parallel_runtime.commands import report_measuring
 from parallel_runtime.commands.report_measuring import Measurement
-from parallel_runtime.engine.comm.devices import event_factory, seconds_between
-from parallel_runtime.engine.graphs import graph_runner
+from parallel_runtime.engine import graph_runner
+from parallel_runtime.engine.comm.ranks import event_factory, seconds_between
 from parallel_runtime.errors import ParallelError
 from parallel_runtime.specs import ComfySetup
 

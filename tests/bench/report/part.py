@@ -26,8 +26,7 @@ import torch
 import torch.distributed as dist
 
 from parallel_runtime.accelerators import environment
-from parallel_runtime.engine.comm.devices import empty_cache
-from parallel_runtime.engine.comm.ranks import ONE_CARD, join, rank
+from parallel_runtime.engine.comm.ranks import ONE_CARD, empty_cache, join, rank
 from parallel_runtime.worker.agent import die_with_parent
 from parallel_runtime.worker.comfy_loop.comfyui import import_comfyui
 

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.collectives import all_gather_into
-from ..comm.mesh import MeshDim
-from ..comm.votes import all_gather_int
-from ..split.streams import chunk_sizes
+from .comm.collectives import all_gather_int, all_gather_into
+from .comm.mesh import MeshDim
+from .split.streams import chunk_sizes
 
 log = logging.getLogger(__name__)
 

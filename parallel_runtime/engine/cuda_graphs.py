@@ -19,8 +19,8 @@ from torch._dynamo.callback import callback_handler
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
-from ...errors import Refused
-from ...specs import Compilation
+from ..errors import Refused
+from ..specs import Compilation
 
 Forward = Callable[[], Any]
 LRU_CACHE = type(functools.lru_cache(int))

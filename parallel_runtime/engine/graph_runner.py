@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ...request import GraphsChoice
-from ...wire.messages import Graphs
-from ..attention.attention_override import BackendOverride
-from ..comm.devices import DeviceEvent, EventFactory, can_allocate, event_factory, seconds_between
+from ..request import GraphsChoice
+from ..wire.messages import Graphs
 from . import cuda_graphs
+from .attention.attention_override import BackendOverride
+from .comm.ranks import DeviceEvent, EventFactory, can_allocate, event_factory, seconds_between
 from .cuda_graphs import Graph, Recorder
 
 MAX_RECORDINGS = 4  # of a model

@@ -1,5 +1,6 @@
 """Fetches the weights of one network just before they are needed, one block ahead, into two buffers in turn; and says
-which modules to fetch from where."""
+which modules to fetch from where.
+"""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
@@ -11,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ...specs import BLOCK_BUFFERS, WeightPlacement
-from ..comm.mesh import MeshDim
-from ..comm.ranks import machine_ranks, rank
-from ..comm.votes import differing_ranks
-from .sources import FlatBlock, HostWeights, ShardedWeights, Wait, WeightSource
+from ..specs import BLOCK_BUFFERS, WeightPlacement
+from .comm.collectives import differing_ranks
+from .comm.mesh import MeshDim
+from .comm.ranks import machine_ranks, rank
+from .weight_sources import FlatBlock, HostWeights, ShardedWeights, Wait, WeightSource
 
 LAYER_BUFFER = BLOCK_BUFFERS  # the one that layers outside of blocks share
 NOT_FETCHED = LAYER_BUFFER + 1  # instead of a buffer, for a module that only other ranks fetch
