@@ -168,10 +168,11 @@ class HostWeights:
             flat_block.write(torch.frombuffer(mapped, dtype=torch.uint8))
 
     def seal(self) -> list[Tensor]:
-        """Waits until all ranks have written, and returns every block's bytes. Collective."""
+        """Waits until all ranks have written and mapped, and returns every block's bytes. Collective."""
         files = all_gather_int(os.getpid() << FD_BITS | self._file, self.dim)
         for peer, size in zip(self._peers, self._file_bytes, strict=True):
             self._mapped_files.append(_map_file(files[peer], size))
+        all_gather_int(0, self.dim)  # a rank that went on could close its file before a slower one has opened it
         to_lock = [memory for memory in self._mapped_files if memory.numel() and self._stream is not None]
         self._locked_files = [memory for memory in to_lock if _page_lock(memory, self._device)]
         if len(self._locked_files) < len(to_lock):
