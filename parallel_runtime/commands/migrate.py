@@ -5,8 +5,6 @@ A CP node has its native node's sockets and widgets, so no value changes. If a g
 CP nodes are connected to it, as ComfyUI's page does it. --back leaves the CP Parallel Config in the graph, unconnected.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json

@@ -9,8 +9,7 @@ from typing import Any
 from ..errors import ParallelError, WorkerLost, say
 from ..jobs import EncodingJob, EvaluationJob, Job, VAEJob
 from ..specs import ModelSpec, Parallelism, Placement
-from ..wire.messages import Done, Heartbeat, Joined, Step
-from ..wire.readings import Busy, Readings
+from ..wire.messages import Busy, Done, Heartbeat, Joined, Readings, Step
 from .group_status import BUSY, CONVERTING, RESTING, WORK, Loss, RankStatus, Stage, State, Status
 from .history import History
 from .journal import Journal

@@ -32,8 +32,8 @@ DIVIDED, BLOCK = 215e-6, 27.5e-6
 # Seconds of the host a layer where launches are not recorded: its own, for each rank, for each block of a ring; and
 # what the one of host and device who is done sooner adds to the other.
 LAUNCHED, LAUNCHED_BY_RANKS, LAUNCHED_BY_BLOCKS, LAG = 1.09e-3, 150e-6, 190e-6, 0.1
-# Bytes of queries, keys and values of a rank from which Ulysses sends them in two waves (engine/attention/ulysses.py):
-# half of its transfers then hide behind the other wave's attention.
+# Bytes of queries, keys and values of a rank from which Ulysses sends them in two waves (MIN_HIDDEN_BYTES in
+# engine/attention/ring_and_ulysses.py): half of its transfers then hide behind the other wave's attention.
 TWO_WAVES = 32 << 20
 # Bytes/s from which all may send to all at once: through one bus or one network card they would wait for each other.
 FAST = 3e10

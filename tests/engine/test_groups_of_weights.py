@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed import distributed_c10d
 
-from parallel_runtime.engine.weights.prefetch import RankPlacement
+from parallel_runtime.engine.prefetch import RankPlacement
 from parallel_runtime.jobs import DemoJob
 from parallel_runtime.request import AfterSampling
 from parallel_runtime.specs import ModelSpec, Parallelism, WeightPlacement

@@ -3,8 +3,6 @@
 Knows no module and no attention.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
@@ -17,8 +15,7 @@ from ...architectures.split_plan import Count, Gather, Index, Names, Slices, Spl
 from ...errors import Refused
 from ..comm.collectives import all_gather_v
 from ..comm.mesh import MeshDim
-from .pipefusion import PipeFusion, TurnEnded
-from .streams import Streams, chunk_sizes
+from .streams import PipeFusion, Streams, TurnEnded, chunk_sizes
 
 
 class Splitter(Streams):
@@ -359,11 +356,5 @@ def _slice_after(before: int, start: int | None, end: int | None) -> slice:
 
 
 def _wrong_length(where: str, tokens: int, streams: Names, expected: object) -> Refused:
-    return Refused(
-        "tokens.other",
-        widget="ring_degree",
-        name=where,
-        tokens=tokens,
-        streams="+".join(streams),
-        expected=str(expected),
-    )
+    named, expected = "+".join(streams), str(expected)
+    return Refused("tokens.other", widget="ring_degree", name=where, tokens=tokens, streams=named, expected=expected)
