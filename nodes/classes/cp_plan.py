@@ -236,9 +236,8 @@ def _subject(
     if not samples.is_nested:
         check_latent(model, samples)
     check_conds(described, conds)
-    title = _title(model, described)
-    described, controls, loop = _with_controls(model, described, conds)
-    shape, text = tuple(first.shape), text_tokens(conds)
+    title, shape, text = _title(model, described), tuple(first.shape), text_tokens(conds)
+    described, controls, loop = _with_controls(model, described, conds, shape)
     return Subject(
         model=title,
         latent=shape,
@@ -266,19 +265,22 @@ def _title(model: Any, described: DescribedModel) -> Sentence:
     )
 
 
-def _with_controls(model: Any, described: DescribedModel, conds: Conds) -> tuple[DescribedModel, str, str]:
-    """Returns the MODEL with a prompt's ControlNets, a sentence on them, and a sentence on why the loop stays in
-    ComfyUI's process ("" where it does not)."""
+def _with_controls(
+    model: Any, described: DescribedModel, conds: Conds, shape: tuple[int, ...]
+) -> tuple[DescribedModel, str, str]:
+    """Returns the MODEL with a prompt's ControlNets and the VAEs that encode for a latent of this shape, a sentence on
+    ControlNets, and a sentence on why the loop stays in ComfyUI's process ("" where it does not)."""
     controls = controls_of(conds)
     try:
         check_loop(replaced_in_loop())
-        parts = describer(model=model)
-        describe_on_model(model, model.model_options, None, parts)
-        describe_conds(conds, model.model_options, parts)
+        parts = describer(model)
+        describe_on_model(model, model.model_options, parts)
+        describe_conds(conds, parts)
     except Unsendable as reason:
         return described, "", say("loop.comfyui", reason=reason.sentence)
     size = f"{weight_bytes(controls) / 2**30:.2f}"
-    return described.with_models_of(conds), say_if(controls, "controls", count=len(controls), size=size), ""
+    described = described.with_models_of(conds).with_vaes(parts.vaes, shape)
+    return described, say_if(controls, "controls", count=len(controls), size=size), ""
 
 
 def _measure(

@@ -1,7 +1,6 @@
 """Describes ComfyUI's ControlNets, Control-LoRAs and T2I adapters: the file, the settings, the hint.
 
-The workers load the file with ComfyUI's own loader, and ComfyUI's own loop calls it there. A hint that a VAE encodes is
-encoded before the run, by the ControlNet's own code, because the workers have no VAE.
+The workers load the file with ComfyUI's own loader, and the VAE that encodes its hint. ComfyUI's own loop calls both.
 """
 
 from __future__ import annotations
@@ -47,18 +46,6 @@ def gligens_of(conds: Conds) -> list[ModelPatcher]:
     return list(dict.fromkeys(models))
 
 
-def needs_full_latent(conds: Conds, options: Mapping[str, Any]) -> bool:
-    """Does a prompt for a part of the latent (an area, a context window) have a ControlNet whose hint a VAE encodes? It
-    would be encoded for each part during the run."""
-    parts = options.get("context_handler") is not None
-    return any(
-        control.vae is not None and (parts or cond.get("area") is not None or cond.get("set_area_to_bounds"))
-        for prompt in conds.values()
-        for cond in prompt
-        for control in _chain(cond)
-    )
-
-
 def is_patched(control: ControlBase) -> bool:
     """Does the ControlNet carry code or a LoRA that is not in its file?"""
     patcher = getattr(control, "control_model_wrapped", None)
@@ -72,27 +59,18 @@ def called_functions(control: ControlBase) -> list[Any]:
     return [getattr(control, name) for name in METHODS] + ([] if network is None else [network.forward])
 
 
-def describe_control_net(
-    control: ControlBase, latent: tuple[int, ...] | None, to: Callable[[Any], Any]
-) -> dict[str, Any] | None:
-    """Describes a ControlNet for a `latent` of this shape [B, C, (T,) H, W]; None leaves out a hint that a VAE has to
-    encode. `to` describes the values within it. Returns None where the hint is encoded anew at each evaluation.
-    Raises LookupError where its file is unknown, Refused where the file has changed."""
-    hint, file = None, source_file(control)
-    if control.vae is not None and latent is not None:
-        hint = _encode_hint(control, latent)
-        if any(hint.shape[dim] != latent[dim] * control.compression_ratio for dim in (2, 3)):
-            return None
-    dtypes = ("", "")
+def describe_control_net(control: ControlBase, to: Callable[[Any], Any]) -> dict[str, Any]:
+    """Describes a ControlNet; `to` describes the values within it. Raises LookupError where its file is unknown,
+    Refused where the file has changed."""
+    file, dtypes = source_file(control), ("", "")
     if isinstance(control, ControlNet) and not isinstance(control, ControlLora):
         dtypes = _dtype_name(control.control_model.dtype), _dtype_name(control.manual_cast_dtype)
     return {
         "file": {"kind": "control_net", **asdict(file), "dtype": dtypes[0], "computed": dtypes[1]},
         "settings": to({name: getattr(control, name) for name in SETTINGS}),
-        "image": None if hint is not None else to(control.cond_hint_original.movedim(1, -1)),  # as it lies in memory
-        "masks": None if hint is not None else to(list(control.extra_concat_orig)),
-        "hint": to(hint),
-        "compression": control.vae.spacial_compression_encode() if hint is not None else 0,
+        "image": to(control.cond_hint_original.movedim(1, -1)),  # as it lies in memory
+        "masks": to(list(control.extra_concat_orig)),
+        "vae": to(control.vae),
         "previous": to(control.previous_controlnet),
     }
 
@@ -122,29 +100,3 @@ def count_residuals(controls: Iterable[ControlBase], layers: int) -> int:
     and a chain's sums for every layer."""
     outputs = (getattr(network_of(control), name, ()) for control in controls for name in OUTPUTS)
     return sum(map(len, outputs)) + layers * sum(control.previous_controlnet is not None for control in controls)
-
-
-def _encode_hint(control: ControlNet, latent: tuple[int, ...]) -> Tensor:
-    """Returns the hint that the ControlNet's own `get_control` makes of all its images for a latent of this shape."""
-    trial = control.copy()
-    trial.control_model = trial.model_sampling_current = _NoOpNetwork(control)
-    trial.extra_conds = []
-    images = len(control.cond_hint_original)  # a batch of fewer would cut the hint
-    trial.get_control(torch.empty(images, *latent[1:]), torch.zeros(1), {"c_crossattn": torch.zeros(1, 1, 1)}, 1, {})
-    return trial.cond_hint
-
-
-class _NoOpNetwork:
-    """Replaces a ControlNet's network and a MODEL's sampling, and computes nothing."""
-
-    def __init__(self, control: ControlNet) -> None:
-        self.dtype = control.control_model.dtype
-
-    def __call__(self, **_: Any) -> dict[str, list[Tensor]]:
-        return {}
-
-    def timestep(self, t: Tensor) -> Tensor:
-        return t
-
-    def calculate_input(self, _: Tensor, x: Tensor) -> Tensor:
-        return x

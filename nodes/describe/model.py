@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
@@ -19,6 +19,7 @@ from typing import Any
 import comfy.model_management
 import comfy.sampler_helpers
 import comfy.samplers
+import comfy.sd
 import torch
 from comfy.controlnet import ControlLora
 from comfy.model_patcher import ModelPatcher
@@ -53,6 +54,7 @@ from .kernels import without_lse
 from .loader_nodes import spec_by_node
 from .local_devices import plan_inputs
 from .model_patches import OVERRIDE, check_network_patches, compilation, native_model, native_network, replaced_methods
+from .vae import encode_bytes
 
 GUIDES = "guide_attention_entries"  # of a condition
 
@@ -108,6 +110,15 @@ class DescribedModel:
             more |= {"blocks": (), "name": f"{self.stats.name} with a Control-LoRA"}
         coupled = self.stats.images_coupled or bool(gligens)
         return replace(self, stats=replace(self.stats, **more, images_coupled=coupled))
+
+    def with_vaes(self, vaes: Sequence[comfy.sd.VAE], latent: tuple[int, ...]) -> DescribedModel:
+        """Returns this MODEL in a run in which every worker encodes pictures with these VAEs, for a `latent` [B, C,
+        (T,) H, W]."""
+        if not vaes:
+            return self
+        size = self.stats.weight_bytes + sum(vae.model_size() for vae in dict.fromkeys(vaes))
+        most = max(encode_bytes(vae, latent) for vae in vaes)
+        return replace(self, stats=replace(self.stats, weight_bytes=size, encode_bytes=most))
 
     def with_partner(self, other: DescribedModel) -> DescribedModel:
         """Returns this MODEL with the one that a guider evaluates the negative prompt with. Workers have both, and keep

@@ -25,17 +25,11 @@ from ...parallel_runtime.loading.packs import files_of, in_import_order, packs_n
 from ...parallel_runtime.loading.random_states import generator_kind, random_states
 from ...parallel_runtime.loading.replaced_code import replaced_in_loop
 from .batch_coupling import couples_by_masks, couples_evaluations, is_batch_coupled
-from .control_nets import Conds, gligens_of, needs_full_latent
+from .control_nets import Conds, gligens_of
 from .describer import describer
 from .foreign_code import check_loop
 from .model import DescribedModel
-from .model_patches import (
-    LatentSize,
-    describe_functions,
-    describe_options,
-    latent_size,
-    wrappers_of,
-)
+from .model_patches import describe_functions, describe_options, wrappers_of
 
 TakeBack = Callable[[dict[str, Any]], None]
 LATENT_DIMS = {1: ("length",), 2: ("height", "width"), 3: ("frames", "height", "width")}  # by a latent's dimensions
@@ -74,25 +68,24 @@ class OuterSample:
 
 def describe_job(
     guider: comfy.samplers.CFGGuider, described: DescribedModel, call: OuterSample
-) -> tuple[SamplingJob, TakeBack, bool]:
+) -> tuple[SamplingJob, TakeBack, Describer]:
     """Describes one call of `guider.outer_sample`; also returns what gives packs' objects here what a run has left in
-    those of the workers, and whether code of packs refers to parts of the network, which then stays undivided. Raises
-    Refused for a latent that the MODEL cannot take, Unsendable where the loop has to stay in ComfyUI's process."""
+    those of the workers, and what has described it. Raises Refused for a latent that the MODEL cannot take, Unsendable
+    where the loop has to stay in ComfyUI's process."""
     several = len(call.latent_shapes or ()) > 1
     if not several:
         check_latent(guider.model_patcher, call.noise)
     kind, attributes = check_guider(guider)
     model, options = guider.model_patcher, guider.model_options
     check_loop(replaced := replaced_in_loop())
-    network, mask, parts = described.network, call.denoise_mask, describer(call.first_shape, model)
-    size = latent_size(network, call.first_shape)
-    models, merged = [describe_on_model(model, options, size, parts)], [described]
+    network, mask, parts = described.network, call.denoise_mask, describer(model)
+    models, merged = [describe_on_model(model, options, parts)], [described]
     if (partner := partner_of(guider)) is not None and described.partner is not None:
-        models.append(describe_on_model(partner, partner.model_options, size, parts))
+        models.append(describe_on_model(partner, partner.model_options, parts))
         merged.append(described.partner)
     sent = {
         "models": models,
-        "conds": describe_conds(guider.conds, options, parts),
+        "conds": describe_conds(guider.conds, parts),
         "guider_attributes": parts.describe(attributes, "the GUIDER", of_pack=is_of_a_pack(type(guider))),
         "sampler": parts.describe(call.sampler, "the SAMPLER"),
     }
@@ -125,7 +118,7 @@ def describe_job(
         vars(guider).update(attributes)
         set_globals(rebuild(result["globals"]))
 
-    return job, take_back, parts.names_network
+    return job, take_back, parts
 
 
 def check_latent(model: ModelPatcher, latent: Tensor) -> None:
@@ -167,9 +160,7 @@ def unsendable_partner(guider: comfy.samplers.CFGGuider) -> Unsendable:
     return Unsendable("unsendable.guider", guider=qualified_name(guider), name=name, thing=thing)
 
 
-def describe_on_model(
-    model: ModelPatcher, options: dict[str, Any], size: LatentSize | None, describer: Describer
-) -> list[Any]:
+def describe_on_model(model: ModelPatcher, options: dict[str, Any], describer: Describer) -> list[Any]:
     """Describes what is on a MODEL, with these model options: its object patches, the model options, its wrappers and
     callbacks. Raises Unsendable."""
     if "registered_hooks" in options and options["registered_hooks"].get_type(EnumHookType.TransformerOptions):
@@ -185,22 +176,19 @@ def describe_on_model(
     objects.pop("manual_cast_dtype", None)  # DescribedModel has it
     return [
         describer.describe(objects, "the MODEL"),
-        describe_options(options, size, describer),
+        describe_options(options, describer),
         describe_functions(options["transformer_options"].get("wrappers", {}), "wrapper", describer),
         describe_functions(callbacks, "callback", describer),
     ]
 
 
-def describe_conds(conds: Conds, options: dict[str, Any], describer: Describer) -> Any:
+def describe_conds(conds: Conds, describer: Describer) -> Any:
     """Describes converted conditions, without the `uuid` that ComfyUI makes anew. Raises Unsendable."""
-    what = "the CONDITIONING"
-    if needs_full_latent(conds, options):
-        raise Unsendable("unsendable.control.part", what=what)
     sendable = {
         name: [{key: value for key, value in cond.items() if key != "uuid"} for cond in prompt]
         for name, prompt in conds.items()
     }
-    described = describer.describe(sendable, what)
+    described = describer.describe(sendable, "the CONDITIONING")
     check_size(list(describer.tensors.values()))
     return described
 

@@ -1,4 +1,7 @@
-"""Describes a VAE for the workers, or says why it stays in ComfyUI's process, and explains a decode for CP Plan."""
+"""Describes a VAE for the workers, or says why it stays in ComfyUI's process, and explains a decode for CP Plan.
+
+CP VAE's network is divided, as some classes allow. One that a ControlNet or model patch encodes its pictures with is
+whole on every worker: any class of ComfyUI's."""
 
 from __future__ import annotations
 
@@ -26,8 +29,21 @@ class NotParallel(Exception):
 
 
 def describe_vae(vae: comfy.sd.VAE) -> ModelSpec:
-    """Returns what the workers load for this VAE. Raises NotParallel."""
+    """Returns what the workers load to divide this VAE. Raises NotParallel."""
     check_vae(vae)
+    return _spec_of(vae)
+
+
+def describe_whole_vae(vae: comfy.sd.VAE) -> ModelSpec:
+    """Returns what each worker loads to run this VAE undivided. Raises NotParallel."""
+    _check_as_loaded(vae)
+    spec = _spec_of(vae)
+    if not spec.loader:  # ComfyUI tells these classes by their weights
+        _check_compared(vae)
+    return spec
+
+
+def _spec_of(vae: comfy.sd.VAE) -> ModelSpec:
     model = vae.first_stage_model
     loader, arguments = _origin(vae)
     return ModelSpec(
@@ -40,19 +56,39 @@ def describe_vae(vae: comfy.sd.VAE) -> ModelSpec:
 
 
 def check_vae(vae: comfy.sd.VAE) -> None:
-    """Raises NotParallel for a VAE that the workers cannot run at all."""
-    if type(vae) is not comfy.sd.VAE:
-        raise NotParallel(say("vae.foreign", kind=f"{type(vae).__module__}.{type(vae).__name__}"))
+    """Raises NotParallel for a VAE that the workers cannot divide."""
+    if type(vae) is comfy.sd.VAE:
+        _check_compared(vae)
+        if vae.latent_dim == 1 or vae.extra_1d_channel is not None:
+            raise NotParallel(say("vae.sound"))
+    _check_as_loaded(vae)
+
+
+def _check_compared(vae: comfy.sd.VAE) -> None:
     kind = kind_of(vae.first_stage_model)
     if kind not in COMPARED:
         why = WHOLE.get(name_of(vae.first_stage_model))
         raise NotParallel(say(why) if why else say("vae.unknown", kind=kind))
-    if vae.latent_dim == 1 or vae.extra_1d_channel is not None:
-        raise NotParallel(say("vae.sound"))
+
+
+def _check_as_loaded(vae: comfy.sd.VAE) -> None:
+    """Raises NotParallel for a VAE that is not as ComfyUI's own loaders made it."""
+    if type(vae) is not comfy.sd.VAE:
+        raise NotParallel(say("vae.foreign", kind=f"{type(vae).__module__}.{type(vae).__name__}"))
     if vae.patcher.patches or vae.patcher.object_patches:
         raise NotParallel(say("vae.patched"))
     for name, code in (*foreign_layers(vae.first_stage_model), *changes_of(vae.first_stage_model)):
         raise NotParallel(say("vae.code", what=name, code=code))
+
+
+def encode_bytes(vae: comfy.sd.VAE, latent: tuple[int, ...]) -> int:
+    """Returns ComfyUI's estimate of the memory that encoding a picture for a latent [B, C, (T,) H, W] takes."""
+    if vae.latent_dim == 1:  # sound
+        return 0
+    unit, frames = vae.spacial_compression_encode(), latent[2] if len(latent) == 5 else 1
+    time = [vae.upscale_ratio[0](frames)] if vae.latent_dim == 3 else []
+    sizes = (1, vae.output_channels, *time, latent[-2] * unit, latent[-1] * unit)
+    return int(vae.memory_used_encode(sizes, vae.vae_dtype))
 
 
 def explain_decode(

@@ -35,7 +35,6 @@ from ..describe.foreign_code import check_module, check_network
 from ..describe.model import DescribedModel, describe_model
 from ..describe.model_patches import (
     describe_transformer_options,
-    latent_size,
     native_model,
     native_network,
     replaced_attributes,
@@ -184,12 +183,14 @@ class RemoteEvaluation:
         assert described is not None, "a run has begun"
         each, conds = split_arguments(arguments, method)
         shape, text = _sizes(each, conds)
-        network, work, options = described.network, described.work(shape, text), arguments.get("transformer_options")
+        network, options = described.network, arguments.get("transformer_options")
         masks = (value for name, value in conds.items() if name.endswith("denoise_mask"))
         batch_coupled = network_couples_batch(network, options or {}) or couples_by_masks(network, *masks)
         batch_coupled = batch_coupled or described.stats.images_coupled
         if options is not None:
-            options = describe_transformer_options(options, latent_size(network, shape))
+            options, vaes = describe_transformer_options(options)
+            described = described.with_vaes(vaes, shape)
+        work = described.work(shape, text)
         job = EvaluationJob(
             call_arguments=each,
             options=options,

@@ -251,13 +251,14 @@ class RemoteSampling:
         try:
             if self.reason is not None:
                 raise self.reason
-            job, take_back, names_network = describe_job(guider, described, call)
+            job, take_back, parts = describe_job(guider, described, call)
         except Unsendable as reason:
             if uses_network(call.sampler):
                 raise Refused("sampler.reaches", sampler=qualified_name(unwrap_sampler(call.sampler))) from None
             return self._sample_in_comfyui(guider, partial(natively, call), reason)
-        if names_network and described.architecture is not None:
+        if parts.names_network and described.architecture is not None:
             described = described.undivided("a pack's code that refers to parts of it")
+        described = described.with_vaes(parts.vaes, call.first_shape)
         try:
             return self._sample_whole(guider, described, job, call, take_back)
         except (Refused, WorkerLost) as error:

@@ -37,11 +37,10 @@ class Architecture:
     `patch_size` where nothing is said. `width`: heads x head size, where the network does not have it under a name of
     WIDTH; `head_size`, where neither it nor its blocks have the number of heads. `prompt`: the stream of the text's
     tokens, if the plan splits it. `text_width` and `pooled_width` are those of a prompt, None where the network does
-    not say. `fits`: whether the plan is for this one of the class; it runs undivided if not. `padded`: to multiples of
-    what the latent is padded that patches between its blocks are shown. `batch_coupled`: whether this one's result
-    depends on where prompts and images are in its batch, which ranks must not share out then. `images_coupled`: whether
-    the images of a prompt are computed together, as frames that attend to each other are, so that ranks may share out
-    prompts and not images.
+    not say. `fits`: whether the plan is for this one of the class; it runs undivided if not. `batch_coupled`: whether
+    this one's result depends on where prompts and images are in its batch, which ranks must not share out then.
+    `images_coupled`: whether the images of a prompt are computed together, as frames that attend to each other are, so
+    that ranks may share out prompts and not images.
     """
 
     name: str
@@ -54,7 +53,6 @@ class Architecture:
     text_width: Callable[[Any], int | None] = lambda net: None
     pooled_width: Callable[[Any], int | None] = lambda net: None
     fits: Callable[[Any], bool] = lambda net: True
-    padded: Callable[[Any], int] = lambda net: 1
     batch_coupled: Callable[[Any], bool] = lambda net: False
     images_coupled: Callable[[Any], bool] = lambda net: False
 

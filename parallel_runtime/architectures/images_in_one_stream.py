@@ -113,7 +113,6 @@ LUMINA = Architecture(
     name="Lumina 2 or Z-Image",
     kinds=("comfy.ldm.lumina.model:NextDiT",),
     plan=SplitPlan((LUMINA_REFINER, LUMINA_LAYERS, LUMINA_LAST)),
-    padded=lambda net: net.patch_size,
 )
 LUMINA_PIXELS = replace(
     LUMINA,
@@ -217,5 +216,4 @@ SENSENOVA = Architecture(
     prompt="prefix",
     width=lambda net: net.language_model.model.layers[0].self_attn.q_proj.out_features,
     head_size=lambda net: 2 * net.language_model.model.layers[0].self_attn.q_norm.weight.shape[0],
-    padded=lambda net: 32,
 )

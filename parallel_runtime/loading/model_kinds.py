@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from comfy.controlnet import ControlBase
 from comfy.gligen import Gligen
 from comfy.model_base import BaseModel
-from comfy.model_management import get_torch_device
 from comfy.model_patcher import ModelPatcher
-from torch import Tensor, nn
+from comfy.sd import VAE
+from torch import nn
 
-from ..errors import Refused
 from .code_names import LOCAL, Unsendable, is_of_a_pack, named, qualified_name, reference
 
 if TYPE_CHECKING:
@@ -42,26 +41,11 @@ def exactly(*types: type) -> Callable[[Any], bool]:
     return lambda value: type(value) in types
 
 
-class Encoded:
-    """Replaces the VAE of a model patch or ControlNet, whose pictures nodes/describe/ has encoded."""
-
-    def __init__(self, compression: int) -> None:
-        self.compression = compression
-
-    def spacial_compression_encode(self) -> int:
-        return self.compression
-
-    def temporal_compression_decode(self) -> int:
-        return 1
-
-    def encode(self, pixels: Tensor) -> NoReturn:
-        """Raises Refused: ComfyUI encodes again only pixels [B, H, W, C] of another size than the full latent."""
-        height, width = pixels.shape[1:3]
-        raise Refused("patch.size", width=width, height=height)
-
-
 def _is_loaded(value: Any) -> bool:
-    return isinstance(value, ModelPatcher | BaseModel | ControlBase | Gligen) or qualified_name(value) == HYPERNETWORK
+    return (
+        isinstance(value, ModelPatcher | BaseModel | ControlBase | Gligen | VAE)
+        or qualified_name(value) == HYPERNETWORK
+    )
 
 
 def _describe_loaded(value: Any, to: Parts) -> Node:
@@ -81,6 +65,8 @@ def _describe_loaded(value: Any, to: Parts) -> Node:
 def _rebuild_loaded(node: Node, make: Rebuilder) -> Any:
     if "of_model" in node:
         return make.patcher if node["of_model"] == "patcher" else make.patcher and make.patcher.model
+    if node["file"]["kind"] == "vae":
+        return make.load({**node["file"], "weights": make(node["weights"])})
     loaded = make.load(node["file"])
     match node["file"]["kind"]:
         case "control_net":
@@ -93,12 +79,9 @@ def _rebuild_loaded(node: Node, make: Rebuilder) -> Any:
 def _control_net_of_a_run(made: Any, node: Node, make: Rebuilder) -> Any:
     """A ControlNet is made for one run, so that nothing is left of another one's hint."""
     vars(made).update(make(node["settings"]))
-    if node["hint"] is not None:
-        made.cond_hint_original = made.cond_hint = make(node["hint"]).to(get_torch_device())
-        made.vae = Encoded(node["compression"])
-    else:
-        made.cond_hint_original = make(node["image"]).movedim(-1, 1)
-        made.extra_concat_orig = make(node["masks"])
+    made.cond_hint_original = make(node["image"]).movedim(-1, 1)
+    made.extra_concat_orig = make(node["masks"])
+    made.vae = make(node["vae"])
     made.previous_controlnet = make(node["previous"])
     return made
 
@@ -165,11 +148,6 @@ def _rebuild_network(node: Node, make: Rebuilder) -> nn.Module:
 
 
 MODEL_KINDS = {
-    "encoded": Kind(
-        of_types(Encoded),
-        lambda value, to: {"compression": value.compression},
-        lambda node, make: Encoded(node["compression"]),
-    ),
     "loaded": Kind(_is_loaded, _describe_loaded, _rebuild_loaded),
     "sampling": Kind(_is_sampling, _describe_sampling, _rebuild_sampling),
     "network": Kind(of_types(nn.Module), _describe_network, _rebuild_network),

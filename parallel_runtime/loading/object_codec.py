@@ -16,6 +16,7 @@ from numbers import Number
 from typing import Any
 
 from comfy.model_patcher import ModelPatcher
+from comfy.sd import VAE
 from torch import Tensor, nn
 
 from ..errors import Refused
@@ -51,6 +52,7 @@ class Describer:
         self.tensors: dict[str, Tensor] = {}
         self.packs: dict[str, None] = {}  # PACK@FINGERPRINT of the code that is named
         self.code: list[Any] = []  # functions and objects of packs
+        self.vaes: list[VAE] = []  # that encode during the run
         self.names_network = False  # is a part of the sampled network among the values?
         self._values = dict(known or {})  # by number; alive, so that no other value gets the id of one
         self._numbers = {id(value): number for number, value in self._values.items()}

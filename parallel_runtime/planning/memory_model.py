@@ -243,4 +243,4 @@ def estimate_activation_bytes(work: Work, degrees: Parallelism) -> tuple[int, ..
     for number, shares in enumerate(degrees.cp_group_shares):
         sequences = work.sequences_of_group(degrees, number // degrees.cfg_degree % degrees.data_degree)
         sizes += [tensors * work.sequence_bytes * sequences * share // sum(shares) for share in shares]
-    return tuple(sizes)
+    return tuple(max(size, work.network.encode_bytes) for size in sizes)

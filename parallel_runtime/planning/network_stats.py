@@ -22,11 +22,12 @@ class NetworkStats:
     of an attention that a user chose, or that blocks have of their own, and that gives no log-sum-exp to merge blocks
     by; else "".
     `width` is heads x head size. `weights` is a count, `item_bytes` the size of one computed number. `weight_bytes` is
-    the size in the file's format, with model patches and ControlNets, which every rank has in full. `blocks` are the
-    bytes of each block of the split plan, `loads` the units that a pipeline's stages share out; `why_not_in_patches` is
-    the reason why its tokens cannot go through one token patch after the other, "" if they can. `residuals` is the
-    number of tensors of all tokens that its ControlNets give, of which each rank has its part. `row_levels` are those
-    of a network that is split by rows, each with a quarter of the pixels of the one before."""
+    the size in the file's format, with model patches, ControlNets and their VAEs, which every rank has in full.
+    `blocks` are the bytes of each block of the split plan, `loads` the units that a pipeline's stages share out;
+    `why_not_in_patches` is the reason why its tokens cannot go through one token patch after the other, "" if they can.
+    `residuals` is the number of tensors of all tokens that its ControlNets give, of which each rank has its part.
+    `encode_bytes` is what a VAE takes to encode a picture, before an evaluation or in one. `row_levels` are those of a
+    network that is split by rows, each with a quarter of the pixels of the one before."""
 
     name: str = ""
     divisible: bool = True
@@ -43,6 +44,7 @@ class NetworkStats:
     loads: tuple[Load, ...] = ()
     why_not_in_patches: str = ""
     residuals: int = 0
+    encode_bytes: int = 0
     row_levels: tuple[RowLevel, ...] = ()
 
     def undivided(self, name: str) -> NetworkStats:

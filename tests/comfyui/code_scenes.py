@@ -193,7 +193,7 @@ def too_large(rank: int, world: int, what: str) -> str:
             own.with_partner(other)
         if what == "hook":
             hooks = comfy.hooks.create_hook_model_as_lora(weights, None, 0.5, 0.0)
-            node_module("describe.sampling_job").describe_conds({"positive": [{"hooks": hooks}]}, {}, code.describer())
+            node_module("describe.sampling_job").describe_conds({"positive": [{"hooks": hooks}]}, code.describer())
         model, cpu = torch.nn.Module(), torch.device("cpu")
         for name, weight in weights.items():
             model.register_parameter(name, torch.nn.Parameter(weight, requires_grad=False))

@@ -249,7 +249,7 @@ def why_no_gligen(rank: int, world: int, inside: bool) -> str:
         try:
             if inside:
                 patch = types.MethodType(comfy.gligen.Gligen.set_empty, gligen)
-                model_patches.describe_transformer_options({"patches": {"middle_patch": [patch]}}, None)
+                model_patches.describe_transformer_options({"patches": {"middle_patch": [patch]}})
             describing.describer().describe(("position", patcher, []), "the CONDITIONING")
         except errors.Refused as refused:
             return str(refused)

@@ -377,6 +377,25 @@ def test_a_control_net_that_workers_cannot_load_says_why(alone: Group, what: str
 
 
 @pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("a pack's", "control_scenes.PacksVAE, which is not ComfyUI's own"),
+        ("patches", "it is patched; take the patch away"),
+    ],
+)
+def test_a_vae_that_workers_cannot_load_says_why(alone: Group, what: str, says: str) -> None:
+    assert says in alone.run(f"{CONTROL}refusal_of_a_vae", what=what)[0]
+
+
+@pytest.mark.parametrize("in_a_file", [True, False])
+def test_a_vae_in_a_worker_is_loaded_once_and_encodes_as_comfyui_does(
+    alone: Group, tmp_path: Path, in_a_file: bool
+) -> None:
+    file = str(tmp_path / "vae.safetensors") if in_a_file else ""
+    assert alone.run(f"{CONTROL}encoded_in_a_worker", file=file) == [[True, [True] * 5, True, []]]
+
+
+@pytest.mark.parametrize(
     ("what", "name"),
     [
         ("an object's method", r"Flux\.apply_model"), ("a layer", "final_layer"),

@@ -19,6 +19,7 @@ from .client import Graph, NodeError
 from .graphs import Job, Parallel, sampling_graph
 from .latents import apart, latent_of
 from .server import Server
+from .test_foreign import WINDOWS
 from .test_kin import link, node
 from .test_weights import MODES, kept_weights
 
@@ -275,20 +276,51 @@ def test_a_difference_file_stays_in_comfyuis_loop(server: Server) -> None:
     stays(server, graph(PROMPTS), want, "has not read from a file")
 
 
-def test_a_picture_that_a_vae_encodes_for_an_area_stays_in_comfyuis_loop(server: Server) -> None:
-    def graph(parallel: Parallel | None, what: str) -> Graph:
-        made = SCENES[what].on(cfg=1.0).graph(parallel)
-        area = {"height": 64, "width": 64, "x": 16, "y": 16, "strength": 0.8}
-        made["area"] = node("ConditioningSetArea", conditioning=made["sampler"]["inputs"]["positive"], **area)
-        made["sampler"]["inputs"]["positive"] = link("area")
-        return made
+def in_an_area(graph: Graph, _: Scene) -> Graph:
+    area = {"height": 64, "width": 80, "x": 16, "y": 16, "strength": 0.8}
+    graph["area"] = node("ConditioningSetArea", conditioning=graph["sampler"]["inputs"]["positive"], **area)
+    graph["sampler"]["inputs"]["positive"] = link("area")
+    return graph
 
-    want = latent_of(server.client.run(graph(None, "SD3.5")))
-    stays(server, graph(RING, "SD3.5"), want, "a VAE would encode")
-    since, want = server.log_size(), latent_of(server.client.run(graph(None, "SDXL")))
-    for parallel in PROMPTS, RING:  # a picture needs no VAE
-        assert apart(latent_of(server.client.run(graph(parallel, "SDXL"))), want) <= BAR
+
+def in_windows(graph: Graph, scene: Scene) -> Graph:
+    """Windows of ten rows of the latent."""
+    rows = {"context_length": 10, "context_overlap": 4, "dim": 2 + len(scene.frames), "causal_window_fix": False}
+    graph["windows"] = node("ContextWindowsManual", model=link("model"), **{**WINDOWS, **rows})
+    graph["sampler"]["inputs"]["model"] = link("windows")
+    return graph
+
+
+PARTS = {"an area": in_an_area, "context windows": in_windows}
+OF_PARTS = [
+    *((what, part) for what in ("FLUX", "SD3.5", "SDXL") for part in PARTS),
+    *((what, "context windows") for what in ("FLUX inpainting", "Qwen-Image", "Qwen-Image Fun")),
+]
+
+
+@pytest.mark.parametrize("degrees", ["1 worker", *BY_NAME, "ring_3"])
+@pytest.mark.parametrize(("what", "part"), OF_PARTS)
+@pytest.mark.sweep(one_in=12)
+def test_a_picture_for_a_part_of_the_latent_is_encoded_in_the_workers(
+    server: Server, what: str, part: str, degrees: str
+) -> None:
+    scene, parallel = SCENES[what].on(size=(18, 26), batch=1), {**DEGREES, **BY_NAME, "1 worker": ONE}[degrees]
+    latents, since = [], server.log_size()
+    for each in None, parallel:
+        latents.append(latent_of(server.client.run(PARTS[part](scene.graph(each), scene))))
+    print(f"APART {what} {part} {degrees} {apart(latents[1], latents[0]):.1e}")
+    assert apart(latents[1], latents[0]) <= BAR
     assert STAYS not in server.log(since)
+
+
+def test_the_vae_of_a_cp_vae_encodes_in_each_worker(server: Server, native: Callable[[Scene], Tensor]) -> None:
+    scene, since = SCENES["FLUX inpainting"], server.log_size()
+    graph = scene.graph(RING)
+    graph["divided"] = node("CPVAE", vae=link("control_0_vae"))
+    graph["control_0"]["inputs"]["vae"] = link("divided")
+    assert apart(latent_of(server.client.run(graph)), native(scene)) <= BAR
+    assert STAYS not in server.log(since)
+    assert "VAE encoded" not in server.log(since)
 
 
 def test_patches_are_refused_with_them(server: Server) -> None:

@@ -261,10 +261,28 @@ def test_a_pickled_file_is_known_too_also_one_in_torchs_old_format(server: Serve
     assert apart(latents[1], latents[0]) <= BARS["ulysses_2"]
 
 
-def test_a_patch_for_an_area_of_another_size_is_refused_by_name(server: Server) -> None:
-    graph = sampled("canny", DEGREES["ulysses_2"])
-    area = {"height": 64, "width": 64, "x": 16, "y": 16, "strength": 0.8}
-    graph["area"] = node("ConditioningSetArea", conditioning=link("positive"), **area)
-    graph["sampler"]["inputs"]["positive"] = link("area")
-    with pytest.raises(NodeError, match="a model patch or ControlNet asks for its picture at 64 x 64 pixels"):
-        server.client.run(graph)
+@pytest.mark.parametrize("degrees", [ALONE, "ulysses_2", "ring_2", "ring_3"])
+@pytest.mark.parametrize("what", ["canny", "inpaint", "Fun lite", "Fun lite of two sizes"])
+@pytest.mark.sweep(one_in=4)
+def test_a_patch_encodes_its_picture_for_an_area_of_another_size(server: Server, what: str, degrees: str) -> None:
+    latents = []
+    for parallel in None, DEGREES[degrees]:
+        graph = sampled(what, parallel)
+        area = {"height": 64, "width": 80, "x": 16, "y": 16, "strength": 0.8}
+        graph["area"] = node("ConditioningSetArea", conditioning=link("positive"), **area)
+        graph["sampler"]["inputs"]["positive"] = link("area")
+        latents.append(latent_of(server.client.run(graph)))
+    print(f"APART {what} {degrees} {apart(latents[1], latents[0]):.1e}")
+    assert apart(latents[1], latents[0]) <= 1e-5
+
+
+@pytest.mark.parametrize("degrees", ["ring_2"])
+def test_workers_encode_its_picture_where_the_loop_stays_in_comfyui_too(
+    server: Server, native: Callable[..., Tensor], degrees: str
+) -> None:
+    what, since = "Fun lite of two sizes", server.log_size()
+    graph = sampled(what, DEGREES[degrees])
+    graph["control"] = node("CPTestControl", conditioning=link("positive"))  # which this network does not read
+    graph["sampler"]["inputs"]["positive"] = link("control")
+    assert apart(latent_of(server.client.run(graph)), native(what)) <= BARS[degrees]
+    assert "runs in ComfyUI's process" in server.log(since)

@@ -58,7 +58,7 @@ def stepwise(rank: int, world: int) -> dict[str, float]:
 
     def evaluate(method: str, arguments: dict[str, Any]) -> Any:
         each, conds = remote_model.split_arguments(arguments, method)
-        options = model_patches.describe_transformer_options(arguments["transformer_options"], None)
+        options, _ = model_patches.describe_transformer_options(arguments["transformer_options"])
         sent = remote_model.with_described_objects(conds, objects)
         received = bundles.read_bundle(bundles.write_bundle(sent))
         job = jobs.EvaluationJob(
@@ -184,7 +184,7 @@ def rows_evaluated(rank: int, world: int, patches: str) -> dict[str, Any]:
     options = dict(PATCHES[patches])
     job = jobs.EvaluationJob(
         call_arguments=given,
-        options=model_patches.describe_transformer_options(options, None),
+        options=model_patches.describe_transformer_options(options)[0],
         cond_number=1,
         cond_arguments={"context": torch.randn(4, 7, 96), "y": torch.randn(4, 64), "guidance": torch.ones(4)},
         weight_patches={},

@@ -223,6 +223,17 @@ def test_what_is_needed_and_what_there_is_never_read_alike(missing: int):
     assert needs != may_use
 
 
+def test_each_rank_has_room_to_encode_a_picture_where_that_takes_more_than_its_tokens():
+    encoding = replace(QWEN, encode_bytes=3 * GIB)
+    for degrees, tokens in (Parallelism(ulysses_degree=4), 7000), (Parallelism(), 700_000):
+        plain, with_vae = (
+            MemoryModel(work=network.work(1, tokens), degrees=degrees, capacity=UNLIMITED).activation_bytes_by_rank
+            for network in (QWEN, encoding)
+        )
+        assert with_vae == tuple(max(3 * GIB, size) for size in plain)
+    assert plain == with_vae, "more tokens than the picture needs"
+
+
 def test_control_nets_weights_are_on_every_rank_and_their_residuals_split_like_the_tokens():
     controlled = replace(QWEN, weight_bytes=QWEN.weight_bytes + 2 * GIB, residuals=60)
 

@@ -1,11 +1,12 @@
-"""The models that ComfyUI loads besides a MODEL's own network: those of Load Model Patch, ControlNets, GLIGEN and
-hypernetworks.
+"""The models that ComfyUI loads besides a MODEL's own network: those of Load Model Patch, ControlNets, the VAEs that
+encode pictures for both, GLIGEN and hypernetworks.
 
 Each is loaded by ComfyUI's own code, once per file, and kept while any of this rank's models used it in its last job.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections import ChainMap
 from collections.abc import Callable, Iterator
@@ -21,22 +22,30 @@ import torch
 from comfy.controlnet import ControlBase
 from comfy.gligen import Gligen
 from comfy.model_patcher import ModelPatcher
+from comfy.sd import VAE
 from torch import Tensor
 
 from ...engine.comm.collectives import refuse_on_all_ranks
+from ...engine.comm.ranks import world_size
 from ...errors import Refused
 from ...loading.code_names import named
+from ...loading.fingerprint import fingerprint
 from ...loading.mapped import Mapped, load_mapped
 from ...loading.object_codec import LoadAdditional
-from ...specs import SourceFile
+from ...specs import ModelSpec, SourceFile
 from ..links import check_files
+from .autoencoder import native_vae
 from .patcher import UNLIMITED_BYTES, unload
 
 FOLDER = "model_patches"
 LOADER = "comfy_extras.nodes_model_patch:ModelPatchLoader"
+KEPT_PICTURES = 4
+OWN_DECISIONS: dict[str, Any] = {  # of comfy.model_management, by a rank's own memory
+    "load_models_gpu": lambda *_, **__: None, "OOM_EXCEPTION": (), "ACCELERATOR_ERROR": (),
+}  # fmt: skip
 HYPERNETWORK_LOADER = "comfy_extras.nodes_hypernetwork:load_hypernetwork_patch"
-Key = tuple[SourceFile, str]  # and the dtype of a ControlNet's weights, "" for none
-Additional: TypeAlias = ModelPatcher | ControlBase | Any  # a hypernetwork's class has no name in its module
+Key = tuple[SourceFile | ModelSpec, str]  # and the dtype of a ControlNet's weights, "" for none
+Additional: TypeAlias = ModelPatcher | ControlBase | VAE | Any  # a hypernetwork's class has no name in its module
 
 
 class AdditionalModels:
@@ -58,10 +67,11 @@ class AdditionalModels:
         for loaded in self._used.get(user, {}).values():
             yield from _weights_of(loaded)
 
-    def gligens(self, user: object) -> list[ModelPatcher]:
-        """Returns the GLIGEN models that the last job on `user` used."""
+    def unlisted(self, user: object) -> list[ModelPatcher]:
+        """Returns the GLIGEN models and VAEs that the last job on `user` used, which no MODEL or ControlNet lists."""
         models = self._used.get(user, {}).values()
-        return [model for model in models if isinstance(model, ModelPatcher) and isinstance(model.model, Gligen)]
+        gligens = [one for one in models if isinstance(one, ModelPatcher) and isinstance(one.model, Gligen)]
+        return [*gligens, *(one.patcher for one in models if isinstance(one, VAE))]
 
     def drop(self, user: object) -> None:
         """Unloads the additional models that only `user` used, which this rank no longer has."""
@@ -78,15 +88,22 @@ class AdditionalModels:
 
     def _load(self, used: dict[Key, Additional], described: dict[str, Any]) -> Additional:
         """Returns the model of one file. Collective where it is not loaded yet. Raises Refused for a changed file."""
-        file = SourceFile(path=described["path"], size=described["size"], mtime_ns=described["mtime_ns"])
-        key = file, described.get("dtype", "")
+        key = _key_of(described)
         known = ChainMap(used, *self._used.values())
         if key not in known:
             with refuse_on_all_ranks():
-                check_files([file])
+                if isinstance(key[0], SourceFile):
+                    check_files([key[0]])
                 used[key] = LOADERS[described["kind"]](described)
         used[key] = known[key]
         return used[key]
+
+
+def _key_of(described: dict[str, Any]) -> Key:
+    if described["kind"] == "vae":
+        return ModelSpec(**described["spec"]), ""
+    file = SourceFile(path=described["path"], size=described["size"], mtime_ns=described["mtime_ns"])
+    return file, described.get("dtype", "")
 
 
 def _weights_of(loaded: Additional) -> Iterator[Tensor]:
@@ -96,6 +113,8 @@ def _weights_of(loaded: Additional) -> Iterator[Tensor]:
         return loaded.t2i_model.parameters()
     if isinstance(loaded, ModelPatcher):
         return loaded.model.parameters()
+    if isinstance(loaded, VAE):
+        return loaded.first_stage_model.parameters()
     if isinstance(loaded, ControlBase):
         return loaded.control_model.parameters()
     return (weight for layers in loaded.hypernet.values() for weight in layers.parameters())
@@ -103,8 +122,8 @@ def _weights_of(loaded: Additional) -> Iterator[Tensor]:
 
 def _patchers_of(loaded: Additional) -> list[ModelPatcher]:
     """Returns what ComfyUI puts on a device for it; a hypernetwork goes along with its MODEL."""
-    if isinstance(loaded, ModelPatcher):
-        return [loaded]
+    if isinstance(loaded, ModelPatcher | VAE):
+        return [getattr(loaded, "patcher", loaded)]
     return list(loaded.get_models()) if isinstance(loaded, ControlBase) else []
 
 
@@ -155,12 +174,61 @@ def _load_hypernetwork(described: dict[str, Any]) -> Any:
     return made
 
 
+def _load_vae(described: dict[str, Any]) -> RankVAE:
+    try:
+        return RankVAE(native_vae(ModelSpec(**described["spec"]), described["weights"]))
+    except OSError as error:
+        raise Refused("vae.file", error=str(error)) from None
+
+
 LOADERS: dict[str, Callable[[dict[str, Any]], Additional]] = {
     "model_patch": _load_model_patch,
     "control_net": _load_control_net,
     "gligen": _load_gligen,
     "hypernetwork": _load_hypernetwork,
+    "vae": _load_vae,
 }
+
+
+def _alike(name: str) -> Callable[..., Tensor]:
+    """Returns ComfyUI's method of this name, which neither unloads other models nor goes on in tiles where this rank's
+    memory is short."""
+
+    def method(self: VAE, *args: Any, **kwargs: Any) -> Tensor:
+        management = vars(comfy.model_management)
+        before = {decision: management[decision] for decision in OWN_DECISIONS if decision in management}
+        management.update({decision: OWN_DECISIONS[decision] for decision in before})
+        try:
+            made: Tensor = getattr(VAE, name)(self, *args, **kwargs)
+        finally:
+            management.update(before)
+        return made
+
+    return method
+
+
+class RankVAE(VAE):
+    """A VAE that encodes alike on all ranks, whatever memory each has: fully on the device, one picture after another,
+    and not once more in tiles. It keeps what it has encoded last: each evaluation may ask for that again."""
+
+    _encode_alike = _alike("encode")
+    decode, decode_tiled, encode_tiled = map(_alike, ("decode", "decode_tiled", "encode_tiled"))
+
+    def __init__(self, native: VAE) -> None:
+        self.__dict__.update(vars(native))
+        network = self.first_stage_model.requires_grad_(False)
+        self.patcher = _FullyLoaded(network, self.device, comfy.model_management.vae_offload_device())
+        self._encoded: dict[str, Tensor] = {}
+        if world_size() > 1:
+            self.memory_used_encode = self.memory_used_decode = lambda *_, **__: math.inf
+
+    def encode(self, pixel_samples: Tensor) -> Tensor:
+        key = fingerprint(str(pixel_samples.shape), pixel_samples)
+        if key not in self._encoded:
+            self._encoded[key] = self._encode_alike(pixel_samples)
+        for oldest in list(self._encoded)[:-KEPT_PICTURES]:
+            del self._encoded[oldest]
+        return self._encoded[key].clone()
 
 
 class _Unsettled(Mapped):

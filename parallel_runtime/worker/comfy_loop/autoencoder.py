@@ -28,7 +28,7 @@ from ...errors import Refused
 from ...jobs import Job, VAEJob
 from ...loading.code_names import named
 from ...loading.fingerprint import model_fingerprint
-from ...loading.mapped import Mapped, load_mapped
+from ...loading.mapped import Mapped, calls_loader
 from ...loading.random_states import random_states, set_random_states
 from ...specs import ModelSpec, Parallelism
 from ..models import Model
@@ -59,22 +59,47 @@ def load(spec: ModelSpec, device: torch.device, on_progress: Callable[[float], N
 
 
 def build(spec: ModelSpec, weights: Mapping[str, Tensor] | None, device: torch.device) -> nn.Module:
-    """Returns the autoencoder that `spec` describes. Raises Refused where this rank's ComfyUI builds another one."""
+    """Returns the autoencoder that `spec` describes, made divisible. Raises Refused."""
+    model = native_vae(spec, weights).first_stage_model
+    return made_divisible(model).eval().requires_grad_(False).to(device)
+
+
+def native_vae(spec: ModelSpec, weights: Mapping[str, Tensor] | None) -> comfy.sd.VAE:
+    """Returns ComfyUI's VAE that `spec` describes, in main memory. Raises Refused where this rank's ComfyUI builds
+    another one."""
     dtype = getattr(torch, spec.weight_dtype)
     if spec.loader:
-        model = load_mapped(Mapped, named(spec.loader), json.loads(spec.arguments), None).model
+        with noted_vaes() as made, calls_loader(Mapped):
+            named(spec.loader)(*json.loads(spec.arguments))
+        (vae,) = made
     else:
         if weights is None:
             raise Refused("vae.weights")
-        model = comfy.sd.VAE(sd=dict(weights), metadata=json.loads(spec.arguments), dtype=dtype).first_stage_model
-        if model is None:
+        vae = comfy.sd.VAE(sd=dict(weights), metadata=json.loads(spec.arguments), dtype=dtype)
+        if vae.first_stage_model is None:
             raise Refused("vae.unrecognised")
-    model = model.to(dtype)
+    vae.vae_dtype, model = dtype, vae.first_stage_model.to(dtype)
     if kind_of(model) != spec.kind:
         raise Refused("vae.kind", kind=kind_of(model))
     if model_fingerprint(model, dtype) != spec.weights_fingerprint:
         raise Refused("vae.changed")
-    return made_divisible(model).eval().requires_grad_(False).to(device)
+    return vae
+
+
+@contextmanager
+def noted_vaes() -> Iterator[list[comfy.sd.VAE]]:
+    """Yields a list of the VAEs that ComfyUI's loaders make in this context: they return a VAE's patcher alone."""
+    kind, made = comfy.sd.VAE, list[comfy.sd.VAE]()
+
+    def make(*args: Any, **kwargs: Any) -> comfy.sd.VAE:
+        made.append(kind(*args, **kwargs))
+        return made[-1]
+
+    comfy.sd.VAE = make
+    try:
+        yield made
+    finally:
+        comfy.sd.VAE = kind
 
 
 def made_divisible(model: nn.Module) -> nn.Module:

@@ -126,11 +126,11 @@ class ComfyModel(Model):
             self.partner.place_weights(placement)
 
     def load(self, patchers: Sequence[RankPatcher], controls: Sequence[ControlBase] = ()) -> None:
-        """Loads `patchers` to the device, with the networks of these ControlNets and of GLIGEN. Where any rank has too
-        little memory, all of them unload their other models: ComfyUI would decide by each rank's own memory, but ranks
-        that gather weights must have the same ones loaded."""
+        """Loads `patchers` to the device, with the networks of these ControlNets, of GLIGEN and VAEs. Where any rank
+        has too little memory, all of them unload their other models: ComfyUI would decide by each rank's own memory,
+        but ranks that gather weights must have the same ones loaded."""
         device, networks = patchers[0].load_device, dict.fromkeys(one for each in controls for one in each.get_models())
-        networks |= dict.fromkeys(self.additional.gligens(self))
+        networks |= dict.fromkeys(self.additional.unlisted(self))
         if device.type != "cpu":
             patches = [patch for patcher in patchers for patch in patcher.model_patches_models()]
             loading = [*patchers, *patches, *networks]
@@ -140,6 +140,8 @@ class ComfyModel(Model):
                 loaded = comfy.model_management.current_loaded_models
                 kept = [model for model in loaded if any(one.is_clone(model.model) for one in loading)]
                 comfy.model_management.free_memory(UNLIMITED_BYTES, device, kept)
+        for other in comfy.model_management.current_loaded_models:
+            other.currently_used = False  # what is in use is loaded again once a VAE has encoded a picture
         comfy.model_management.load_models_gpu([*patchers, *networks])
 
     def clear_kv_cache(self) -> None:
