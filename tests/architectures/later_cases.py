@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from parallel_runtime.architectures.split_plan import JOINT, Gather, HeadFunction, ModulePlan, Split, SplitPlan
+from parallel_runtime.engine.comm.mesh import GroupState, build_mesh
 from parallel_runtime.engine.parallelize import parallelize, unparallelize
+from parallel_runtime.engine.pipeline.stages import Stages
 from parallel_runtime.engine.split.streams import streams_of
+from parallel_runtime.specs import Parallelism
 
 from ..engine.meshes import mesh, parallelism
 from ..zoo import tiny
 from .cases import digest, divided_forward, error, forward, plan_of
 from .cases import made as made_case
 
-from ..zoo import later, sparse_like  # isort: skip  # imports ComfyUI, which `cases` has started
+from ..zoo import fun_control_like, later, sparse_like  # isort: skip  # imports ComfyUI, which `cases` has started
 
 
 def made(name: str) -> tuple[nn.Module, dict[str, Any]]:
@@ -104,6 +108,42 @@ def sparse_h3(
     except ValueError as refused:
         return [str(refused)]
     return [error(got, wants), error(wants, dense), error(forward(network, {"x": x}, **options["one"]), wants)]
+
+
+def controlled_h3(
+    rank: int, world: int, ring: int, ulysses: int, stages: int, strips: bool, sparse: bool
+) -> list[float]:
+    """MiniMax H3 with its Fun ControlNet, whose video a VAE encodes in the forward: how far it is from one rank, and
+    that from none. `sparse`: beside block-sparse attention."""
+    network, tokens = later.minimax_h3(False), 23
+    x = torch.randn(tokens, later.WIDTH, generator=torch.Generator().manual_seed(5))
+    control = SimpleNamespace(model=fun_control_like.fun_control(strips))
+
+    def options() -> dict[str, Any]:
+        made = sparse_like.options_for(network) if sparse else {}
+        patch = fun_control_like.MiniMaxH3FunControlPatch(control, Encoder(tokens), torch.zeros(1, 3, 1, 1), 0.7)
+        patch.register(made)
+        return made
+
+    wants, plain = forward(network, {"x": x}, **options()), forward(network, {"x": x})
+    if stages > 1:
+        degrees = Parallelism(pipeline_degree=stages, ulysses_degree=ulysses)
+        with Stages(network, plan_of(network).plan, build_mesh(degrees, torch.device("cpu"), GroupState()), degrees):
+            got = forward(network, {"x": x}, **options())
+    else:
+        got = divided_forward(network, {"x": x}, ring, ulysses, **options())
+    return [error(got, wants), error(wants, plain)]
+
+
+class Encoder:
+    """In a VAE's place: it attends while a divided network's forward runs, as some do."""
+
+    def __init__(self, tokens: int) -> None:
+        self.rows = tokens - tokens // 3 - 2
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        q = torch.randn(1, self.rows, 4, generator=torch.Generator().manual_seed(9))
+        return later.optimized_attention(q, q, q, 1).movedim(1, -1)[..., None]
 
 
 def sparse_override(rank: int, world: int, name: str, ring: int, ulysses: int) -> list[Any]:

@@ -118,6 +118,25 @@ def test_a_dense_block_of_minimax_h3_beside_sparse_ones_is_divided_too(networks:
         assert got <= EXACT
 
 
+@pytest.mark.parametrize("strips", [True, False], ids=["from 0.38 on", "before"])
+@pytest.mark.parametrize(
+    ("ring", "ulysses", "stages"), [(2, 1, 1), (1, 2, 1), (3, 1, 1), (1, 3, 1), (2, 2, 1), (1, 1, 2)]
+)
+def test_minimax_h3_with_its_fun_control_net_is_equal_to_one_rank(
+    networks: Groups, ring: int, ulysses: int, stages: int, strips: bool
+) -> None:
+    given = {"ring": ring, "ulysses": ulysses, "stages": stages, "strips": strips, "sparse": False}
+    for got, controlled in networks(ring * ulysses * stages).run(f"{CASES}:controlled_h3", **given):
+        assert got <= EXACT
+        assert controlled > 1e-2, "the control changes nothing"
+
+
+def test_its_fun_control_net_runs_beside_block_sparse_attention(networks: Groups) -> None:
+    given = {"ring": 1, "ulysses": 2, "stages": 1, "strips": True, "sparse": True}
+    for got, _ in networks(2).run(f"{CASES}:controlled_h3", **given):
+        assert got <= EXACT
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", ["wan", "qwen image", "flux"])
 def test_block_sparse_attention_chooses_blocks_of_all_tokens_for_a_ranks_heads(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -14,13 +15,17 @@ from .pack import node_module, pack_module
 import comfy.model_prefetch  # isort: skip  # the pack's module has made ComfyUI importable
 from comfy.model_patcher import ModelPatcher  # isort: skip
 
-from ..zoo import later, sparse_like  # isort: skip
+from ..zoo import fun_control_like, later, sparse_like  # isort: skip
 from ..zoo.calls import CASES  # isort: skip
+from .control_scenes import tiny_vae  # isort: skip
 
 remote, describer = node_module("remote.remote_model"), node_module("describe.describer")
 patches, kernels = node_module("describe.model_patches"), node_module("describe.kernels")
 block_patches = pack_module("parallel_runtime.architectures.block_patches")
 codec = pack_module("parallel_runtime.loading.object_codec")
+code_names = pack_module("parallel_runtime.loading.code_names")
+files = node_module("describe.model_files")
+additional_models = pack_module("parallel_runtime.worker.comfy_loop.additional_models")
 
 
 def outer_methods(rank: int, world: int) -> list[list[str]]:
@@ -108,6 +113,40 @@ def sparse_options(rank: int, world: int, of_blocks: bool, previous: str) -> dic
         "anew": state.installed == set() and state.vsa_plans == {},
         "undivided": parts.names_network,
         "no ring": kernels.without_lse(model, request),
+    }
+
+
+def fun_control_options(rank: int, world: int) -> dict[str, Any]:
+    """What MiniMax H3's Fun ControlNet puts on a MODEL, as workers make it again: are the wrapper and the blocks of one
+    object, with the VAE and the file that were described; and is a forward with it the same to the bit?"""
+    os.environ["WORLD_SIZE"] = str(world)
+    network, cpu = later.minimax_h3(False), torch.device("cpu")
+    file, vae = ModelPatcher(fun_control_like.fun_control(), cpu, cpu), tiny_vae()
+    files._files[file.model] = files.stat_file(__file__)
+    options: dict[str, Any] = {}
+    fun_control_like.install(code_names.module_named("comfy_extras.nodes_minimax_h3"))
+    count = 3 * 5
+    video = torch.rand(1, 3, 24, 40, generator=torch.Generator().manual_seed(2))  # of so many latent pixels
+    fun_control_like.MiniMaxH3FunControlPatch(file, vae, video, 0.7).register(options)
+    parts = describer.describer()
+    around = parts.describe(options["wrappers"]["diffusion_model"][None], "a wrapper")
+    blocks = parts.describe(options["patches_replace"], "a model option")
+    models = additional_models.AdditionalModels()
+    with models.of_job("a network") as load_one:
+        made_by = {"model_patch": lambda _: file, "vae": load_one}
+        make = codec.Rebuilder(parts.tensors, lambda described: made_by[described["kind"]](described))
+        wrappers, replaced = make(around), make(blocks)
+    made = {"wrappers": {"diffusion_model": {None: wrappers}}, "patches_replace": replaced}
+    given = torch.randn(2 + count + (2 + count) // 2, later.WIDTH)
+    with torch.inference_mode():
+        one, other, plain = (network(given, transformer_options=dict(each)) for each in (options, made, {}))
+    patch = wrappers[0].__self__
+    return {
+        "one object": all(block.control_patch is patch for block in replaced["dit"].values()),
+        "vae": type(patch.vae).__name__,
+        "counted": parts.vaes == [vae],
+        "same": bool(torch.equal(one, other)),
+        "does something": not torch.equal(one, plain),
     }
 
 

@@ -16,7 +16,7 @@ from parallel_runtime.commands.migrate import REPLACEMENTS
 
 from .stock_canvas import BYPASSED, Canvas, Place
 
-Outcome = Literal["refused", "not known", "undivided", "by groups", "divided"]
+Outcome = Literal["not known", "undivided", "by groups", "divided"]
 WORST_FIRST = get_args(Outcome)
 OURS = set(REPLACEMENTS.values())
 PLANNED = {kind.partition(":")[2] for network in ARCHITECTURES for kind in network.kinds}
@@ -87,9 +87,8 @@ HONOURED = {  # on the way of a MODEL: the workers have what they put there
     "HiDreamO1PatchSeamSmoothing", "LTXVReferenceAudio", "WanAnimate2Cache", "ARVideoI2V", "USOStyleReference",
     "QwenImageDiffsynthControlnet", "ZImageFunControlnet", "AnimaLLLiteApply", "NAGuidance", "ModelAttentionBackend",
     "TripoSplatSamplingPreview", "ComfySwitchNode", "Reroute", "RescaleCFG", "TemporalScoreRescaling",
-    "QwenImage21Cache", "BlockSparseAttention", "MiniMaxH3SigmaShift",
+    "QwenImage21Cache", "BlockSparseAttention", "MiniMaxH3SigmaShift", "MiniMaxH3FunControlNetApply",
 }  # fmt: skip
-REFUSED = {"MiniMaxH3FunControlNetApply": "a model patch with a VAE in it, which workers do not have"}
 WHOLE = {
     "FluxKVCache": "attn1_patch of KV_Attn_Input",
     "WanInfiniteTalkToVideo": "attn1_patch of MultiTalkGetAttnMapPatch, for two speakers",
@@ -141,8 +140,6 @@ def _verdict(canvas: Canvas, sampler: Place) -> Verdict:
     prompts = canvas.upstream(_prompts(canvas, sampler, guiders), "CONDITIONING")
     algorithms = list(canvas.feeding(sampler, "sampler"))
     everything = {*model_types, *_types(canvas, [*prompts, *algorithms, *guiders])}
-    if refused := sorted(model_types & REFUSED.keys()):
-        return verdict("refused", REFUSED[refused[0]])
     if strangers := sorted(model_types - HONOURED - LOADERS - WHOLE.keys()):
         return verdict("not known", f"{', '.join(strangers)} on the way of MODEL")
     if any(kind.startswith("?") for kind in kinds):

@@ -58,6 +58,12 @@ def test_block_sparse_attention_over_a_foreign_one_says_nothing_of_heads(process
     assert found == {"each head": False}
 
 
+def test_minimax_h3s_fun_control_net_is_made_again_in_workers_with_its_vae(process: Group) -> None:
+    (found,) = process.run(f"{SCENES}:fun_control_options")
+    assert found.pop("vae") == "RankVAE"
+    assert all(found.values()), found
+
+
 def test_planning_knows_the_networks_and_which_of_them_has_no_ring(process: Group) -> None:
     (found,) = process.run(f"{SCENES}:figures")
     assert found == {

@@ -15,7 +15,7 @@ from .conditioning import BY_ROWS, JOB, SAMPLED, picture
 from .graphs import Parallel, with_loras
 from .latents import apart, latent_of
 from .server import Server
-from .test_kin import on_the_loader
+from .test_kin import link, node, on_the_loader
 
 BARS = {
     "1_worker": 2e-6,
@@ -66,6 +66,28 @@ def test_minimax_h3_with_sound_and_pictures_is_ksamplers_on_two_to_four_workers(
     """By frames of its own, by references of each kind, by the prompt alone."""
     got = latent_of(server.client.run(picture(name, degrees)))
     assert apart(got, native_network(name)) <= 1e-5
+
+
+@pytest.mark.sweep(one_in=2)
+@pytest.mark.parametrize("name", ["minimax_h3_keyframes", "minimax_h3_references"])
+@pytest.mark.parametrize("degrees", ["1_worker", "ulysses_2", "ring_2", "ring_3", "pipeline_2"])
+@pytest.mark.usefixtures("native_network")  # which writes the files
+def test_minimax_h3_with_a_control_network_whose_video_a_vae_encodes(vaes: Server, degrees: str, name: str) -> None:
+    latents, since = [], vaes.log_size()
+    for parallel, controlled in (None, True), (DEGREES[degrees], True), (None, False):
+        graph = picture(name, parallel)
+        if controlled:
+            graph["vae"] = node("VAELoader", vae_name="minimax_h3.safetensors")
+            graph["video"] = node("CPTestPictures", shape="9,64,96,3", seed=2, nonce=0)
+            given = {"model": link("model"), "vae": link("vae"), "video": link("video")}
+            graph["control"] = node("CPTestH3Control", **given)
+            graph["sampler"]["inputs"]["model"] = link("control")
+        latents.append(latent_of(vaes.client.run(graph)))
+    native, got, plain = latents
+    print(f"APART {name} {degrees} {apart(got, native):.1e}")
+    assert apart(got, native) <= 1e-5
+    assert apart(plain, native) > 1e-2, "it does something"
+    assert "the sampler runs in ComfyUI's process" not in vaes.log(since)
 
 
 @pytest.mark.parametrize("name", ["qwen_edit", "ltx2"])

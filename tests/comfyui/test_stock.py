@@ -55,7 +55,7 @@ def patch(kind: str) -> Json:
         (canvas("a_new_network.safetensors"), "not known", "file's name"),
         (canvas("qwen_image_2.1_int8_convrot.safetensors", patch("QwenImage21Cache")), "divided", ""),
         (canvas("flux3-image-klein-base.safetensors"), "by groups", "FLUX.3 Klein has no plan"),
-        (canvas("minimax_h3_fl2va.safetensors", patch("MiniMaxH3FunControlNetApply")), "refused", "a VAE in it"),
+        (canvas("minimax_h3_fl2va.safetensors", patch("MiniMaxH3FunControlNetApply")), "divided", ""),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from comfy.ldm.lumina.model import NextDiT
 from comfy.ldm.modules.attention import optimized_attention
+from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrappers
 from torch import Tensor, nn
 
 from .networks import NETWORKS
@@ -405,9 +407,17 @@ class MiniMaxH3(nn.Module):
         self.blocks, self.final_layer = nn.ModuleList(DiTBlock(gated) for _ in range(3)), FinalLayer()
 
     def forward(self, x: Tensor, transformer_options: Any = None) -> Tensor:
+        wrappers = get_all_wrappers(WrappersMP.DIFFUSION_MODEL, transformer_options)
+        executor = WrapperExecutor.new_class_executor(self._forward, self, wrappers)
+        made: Tensor = executor.execute(x, transformer_options=transformer_options)
+        return made
+
+    def _forward(self, x: Tensor, transformer_options: Any = None) -> Tensor:
         time, count = torch.linspace(-0.5, 0.5, 2 * WIDTH).view(2, WIDTH), len(x)
         rope = torch.linspace(-1, 1, count * WIDTH // HEADS).view(1, count, -1)
         segments, h = [(0, count // 3, 0), (count // 3, count, 1)], x.clone()
+        sound, video = torch.arange(count).tensor_split([count // 3])
+        layout = SimpleNamespace(audio_pos=sound, img_pos=video, img_update=video > video[1])  # two rows of a keyframe
         replaced = transformer_options.get("patches_replace", {}).get("dit", {})
         for i, block in enumerate(self.blocks):
             transformer_options["block_index"] = i
@@ -417,7 +427,7 @@ class MiniMaxH3(nn.Module):
                 more = dict(transformer_options=args["transformer_options"], attention=args.get("attention"))
                 return {"img": block(*(args[name] for name in names), **more)}
 
-            args = dict(img=h, t_emb=time, mod_segments=segments, rope_freqs=rope)
+            args = dict(img=h, t_emb=time, mod_segments=segments, rope_freqs=rope, layout=layout)
             args["transformer_options"] = transformer_options
             patch = replaced.get(("double_block", i), lambda args, extra: extra["original_block"](args))
             h = patch(args, {"original_block": original})["img"]

@@ -7,6 +7,7 @@ from comfy_api.latest import ComfyExtension, io
 from . import environment  # noqa: F401 - a route
 from .compiled import Compile
 from .foreign import ForeignGuider, ForeignSampler
+from .fun_control import H3Control
 from .graph_ends import Conditioning, Latent, SaveLatent, Wait
 from .loops import Loop
 from .odd_conditions import OddCondition
@@ -33,6 +34,7 @@ class TestNodes(ComfyExtension):
             ForeignSampler,
             ForeignWrapper,
             Tampered,
+            H3Control,
         ]
         return [*ends, *pictures, *foreign, *PACK_CODE, *PACK_LOADERS, *TINY_MODELS, *SHAPES, *TEXT_ENCODERS]
 
