@@ -7,9 +7,11 @@ import pytest
 from ..engine.conftest import Groups
 
 
-@pytest.mark.parametrize(("ring", "ulysses", "smooth"), [(3, 1, False), (1, 2, True)])
-def test_nvfp4_does_not_depend_on_the_cut(networks: Groups, ring: int, ulysses: int, smooth: bool) -> None:
-    case = dict(ring=ring, ulysses=ulysses, smooth=smooth)
+@pytest.mark.parametrize(
+    ("ring", "ulysses", "smooth", "fused"), [(3, 1, False, False), (1, 2, True, False), (1, 2, False, True)]
+)
+def test_nvfp4_does_not_depend_on_the_cut(networks: Groups, ring: int, ulysses: int, smooth: bool, fused: bool) -> None:
+    case = dict(ring=ring, ulysses=ulysses, smooth=smooth, fused=fused)
     for answer in networks(ring * ulysses).run("tests.architectures.scale_cases:parity", **case):
         assert answer["rounded"] > 1e-2, "nothing was multiplied in nvfp4"
         assert answer["error"] <= 5e-3

@@ -14,6 +14,7 @@ gather ints on the CPU. Of quantised layers only nvfp4's need one scale for all 
 each token, or one in the file.
 """
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -237,6 +238,7 @@ def refuse_on_all_ranks(dim: MeshDim | None = None) -> Iterator[None]:
         raise refused or Refused()
 
 
+_ACT = ("input_act", "act_weight", "act_eps")  # arguments of a layer of ComfyUI's
 _NVFP4_LAYOUT = "TensorCoreNVFP4Layout"
 _NVFP4_LARGEST = 448.0 * 6.0  # what a block's scale (e4m3) and a code (e2m1) reach: comfy_kitchen's nvfp4.py
 
@@ -258,16 +260,19 @@ def shared_input_scales(network: nn.Module, context: MeshDim) -> Iterator[None]:
             stack.callback(setattr, layer, "_full_precision_mm", flag)
             layer._full_precision_mm = any(of_ranks)
             if not any(of_ranks) and getattr(layer, "input_scale", None) is None:
-                stack.enter_context(layer.register_forward_pre_hook(partial(_set_shared_scale, context)))
+                hook = partial(_set_shared_scale, context)
+                stack.enter_context(layer.register_forward_pre_hook(hook, with_kwargs=True))
                 stack.enter_context(layer.register_forward_hook(_remove_scale, always_call=True))
         yield
 
 
 @torch.compiler.disable
-def _set_shared_scale(context: MeshDim, layer: Any, args: tuple[Any, ...]) -> None:
-    if not isinstance(args[0], Tensor):
+def _set_shared_scale(context: MeshDim, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    activations = args[0] if args else kwargs["input"]
+    if not isinstance(activations, Tensor):
         return
-    activations = args[0]
+    if kwargs.get("input_act") is not None:  # since ComfyUI 0.39 the layer quantises what this makes of its input
+        activations = _input_act_of(layer)(activations, **{name: kwargs[name] for name in _ACT if name in kwargs})
     smoothing = getattr(layer, "pre_quant_scale", None)
     if smoothing is not None:
         activations = activations * smoothing.to(activations)
@@ -275,6 +280,12 @@ def _set_shared_scale(context: MeshDim, layer: Any, args: tuple[Any, ...]) -> No
     shared_max = local_max.to(device=context.comm_device or local_max.device, dtype=torch.float32)
     dist.all_reduce(shared_max, dist.ReduceOp.MAX, group=context.group)
     layer.input_scale = shared_max.to(local_max) / _NVFP4_LARGEST
+
+
+def _input_act_of(layer: Any) -> Callable[..., Tensor]:
+    """Returns the function that ComfyUI's layer applies to its input, by its module."""
+    modules = (sys.modules[kind.__module__] for kind in type(layer).__mro__)
+    return next(vars(module)["_eager_input_act"] for module in modules if hasattr(module, "_eager_input_act"))
 
 
 def _remove_scale(layer: Any, *_: Any) -> None:
