@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from parallel_runtime.architectures.split_plan import JOINT, Gather, HeadFunction, ModulePlan, Split, SplitPlan
 from parallel_runtime.engine.comm.mesh import GroupState, build_mesh
 from parallel_runtime.engine.parallelize import parallelize, unparallelize
-from parallel_runtime.engine.pipeline.stages import Stages
 from parallel_runtime.engine.split.streams import streams_of
+from parallel_runtime.engine.stages import Stages
 from parallel_runtime.specs import Parallelism
 
 from ..engine.meshes import mesh, parallelism
