@@ -56,6 +56,14 @@ def test_a_loop_whose_code_the_workers_have_replaced_too_runs_there_and_is_split
     assert replacing.client.get("/cp/status")["degrees"]["ulysses_degree"] == 2
 
 
+def test_code_that_packs_put_in_place_of_comfyuis_loop_reads_the_global_variables_that_a_node_has_set(
+    replacing: Server,
+) -> None:
+    """Each of its settings reaches the workers."""
+    for what in ("gain", "nothing"):
+        assert "on 2 worker(s): sampled in" in check(replacing, on_the_model("CPTest cp_replacing", what=what))
+
+
 def test_a_network_whose_code_is_replaced_is_sampled_by_comfyui_by_name(replacing: Server) -> None:
     log = check(replacing, on_a_unet(replacing), AUTO)
     assert "another pack has replaced torch.nn.modules.normalization.GroupNorm.forward" in log

@@ -12,13 +12,14 @@ import comfy.samplers
 import torch
 
 ORIGINAL = comfy.samplers.sampling_function
+SETTINGS = {"gain": 1.0}
 NAME = os.path.basename(os.path.dirname(__file__))
 
 
 def _times(factor: float, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def replaced(*args: Any, **kwargs: Any) -> Any:
-        return original(*args, **kwargs) * factor
+        return original(*args, **kwargs) * factor * SETTINGS["gain"]
 
     return replaced
 
@@ -32,14 +33,15 @@ class Replace:
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        return {"required": {"model": ("MODEL",), "what": (["nothing", "sampling_function"],)}}
+        return {"required": {"model": ("MODEL",), "what": (["nothing", "sampling_function", "gain"],)}}
 
     @classmethod
     def IS_CHANGED(cls, **_: Any) -> float:
         return float("nan")
 
     def patch(self, model: Any, what: str) -> tuple[Any]:
-        comfy.samplers.sampling_function = ORIGINAL if what == "nothing" else _times(0.97, ORIGINAL)
+        comfy.samplers.sampling_function = _times(0.97, ORIGINAL) if what == "sampling_function" else ORIGINAL
+        SETTINGS["gain"] = 0.9 if what == "gain" else 1.0
         patched = model.clone()
         patched.set_model_sampler_post_cfg_function(_darker)
         return (patched,)
