@@ -200,15 +200,25 @@ def describe_on_model(
         if models and name != MULTIGPU:
             raise Unsendable("unsendable.models", name=name)
     # ComfyUI detaches this process's clones of a MODEL, whose objects have what the run has left, as they go.
-    callbacks = {kind: groups for kind, groups in model.callbacks.items() if kind != CallbacksMP.ON_DETACH}
+    left_out = (CallbacksMP.ON_DETACH, CallbacksMP.ON_CLONE)
+    callbacks = {kind: groups for kind, groups in model.callbacks.items() if kind not in left_out}
     objects = {"model_sampling": model.get_model_object("model_sampling"), **model.object_patches}
     objects.pop("manual_cast_dtype", None)  # DescribedModel has it
     return [
         describer.describe(objects, "the MODEL"),
         describe_options(options, size, describer),
         describe_functions(options["transformer_options"].get("wrappers", {}), "wrapper", describer),
-        describe_functions(callbacks, "callback", describer),
+        [*describe_functions(callbacks, "callback", describer), *_describe_clone_callbacks(model, describer)],
     ]
+
+
+def _describe_clone_callbacks(model: ModelPatcher, describer: Describer) -> list[list[Any]]:
+    """Describes what is called as a MODEL is cloned. ComfyUI clones none in a run, so that a worker can do without."""
+    groups = {kind: groups for kind, groups in model.callbacks.items() if kind == CallbacksMP.ON_CLONE}
+    try:
+        return describe_functions(groups, "callback", describer)
+    except Unsendable:
+        return []
 
 
 def describe_conds(conds: Conds, options: dict[str, Any], describer: Describer) -> Any:
