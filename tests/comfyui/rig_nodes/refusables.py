@@ -176,8 +176,6 @@ class Tampered(io.ComfyNode):
             network.double_blocks[0].register_forward_hook(lambda module, args, out: (-out[0], out[1]))
         elif kind == "torch's method":
             patched.set_model_unet_function_wrapper(partial(_with_other_torch, torch.nn.SiLU, "forward"))
-        elif kind == "torch's norm":
-            patched.set_model_unet_function_wrapper(partial(_with_other_torch, torch.nn.GroupNorm, "forward"))
         elif kind == "torch's attention":
             owner, name = torch.nn.functional, "scaled_dot_product_attention"
             patched.set_model_unet_function_wrapper(partial(_with_other_torch, owner, name))
