@@ -33,10 +33,11 @@ class SamplingJob:
     device type: samplers may draw from them, and would on a device of this `generator_kind`. `weight_patches` are those
     of the same MODELs, each None where the workers have them already. `latent_shapes` belong to latents (audio and
     video) that are packed into one. `packs` are imported first, in this order; `replaced` has by name the fingerprint
-    and the packs of ComfyUI's and torch's code that they have replaced. `batch_coupled` means that something on the
-    MODEL sees every prompt and image at once, so they are not divided; `images_coupled`, that something sees every
-    image of a prompt, so only prompts are divided. An entry of a batch is one image for one prompt: `entries_per_call`
-    of them go through the network at once; 0 for all, also those of several prompts.
+    and the packs of ComfyUI's and torch's code that they have replaced, and `states` the fingerprints of what code of
+    packs reads and is not sent. `batch_coupled` means that something on the MODEL sees every prompt and image at once,
+    so they are not divided; `images_coupled`, that something sees every image of a prompt, so only prompts are divided.
+    An entry of a batch is one image for one prompt: `entries_per_call` of them go through the network at once; 0 for
+    all, also those of several prompts.
     """
 
     guider: str
@@ -51,6 +52,7 @@ class SamplingJob:
     weight_patches: list[Described | None]
     packs: list[str]
     replaced: dict[str, list[str]]
+    states: dict[str, str]
     batch_coupled: bool
     latent_shapes: list[Any] | None = None
     entries_per_call: int = 0

@@ -249,13 +249,15 @@ class ModelSpec:
 @dataclass(frozen=True, kw_only=True)
 class ComfySetup:
     """The host's ComfyUI: its checkout, its command-line flags, the folder that these name, and its version, "" for
-    any. `compiles`: what workers are started for is compiled, so they make the compiler ready; others do not differ."""
+    any. `compiles`: what workers are started for is compiled, so they make the compiler ready; others do not differ.
+    `paths` are folders of the checkout that packs have put onto sys.path there."""
 
     root: str
     flags: tuple[str, ...] = ()
     folder: str = "/"
     version: str = ""
     compiles: bool = field(default=False, compare=False)
+    paths: tuple[str, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -81,10 +81,13 @@ def gpu_kind() -> str:
 def comfy_setup(*, compiles: bool = False) -> ComfySetup:
     """Returns this process's ComfyUI, for workers to import. `compiles`: they are started to compile a model."""
     flags = tuple(sys.argv[1:]) if comfy.options.args_parsing else ()
+    root = os.path.dirname(os.path.dirname(inspect.getfile(comfy.samplers)))
+    added = [path for path in sys.path if path.startswith(root + os.sep) and "site-packages" not in path]
     return ComfySetup(
-        root=os.path.dirname(os.path.dirname(inspect.getfile(comfy.samplers))),
+        root=root,
         flags=flags,
         folder=STARTED_IN,
         version=comfyui_version.__version__,
         compiles=compiles,
+        paths=tuple(os.path.relpath(path, root) for path in added),
     )

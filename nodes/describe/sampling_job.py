@@ -18,10 +18,11 @@ from ...parallel_runtime.architectures.split_plan import SplitLike
 from ...parallel_runtime.errors import Refused
 from ...parallel_runtime.group.payload_cache import check_size
 from ...parallel_runtime.jobs import TWO_MODEL_GUIDERS, SamplingJob
-from ...parallel_runtime.loading.code_names import Unsendable, is_of_a_pack, qualified_name, reference
+from ...parallel_runtime.loading.code_names import Unsendable, home_of, is_of_a_pack, qualified_name, reference
 from ...parallel_runtime.loading.object_codec import Describer, rebuild
-from ...parallel_runtime.loading.pack_globals import globals_of, set_globals
-from ...parallel_runtime.loading.packs import files_of, in_import_order, packs_named
+from ...parallel_runtime.loading.pack_globals import globals_of, reached, set_globals
+from ...parallel_runtime.loading.pack_states import objects_of, short, state, unequal
+from ...parallel_runtime.loading.packs import files_of, in_import_order, pack_reference, packs_named, unusable
 from ...parallel_runtime.loading.random_states import generator_kind, random_states
 from ...parallel_runtime.loading.replaced_code import replaced_in_loop
 from .batch_coupling import couples_by_masks, couples_evaluations, is_batch_coupled
@@ -89,16 +90,19 @@ def describe_job(
         "guider_attributes": parts.describe(attributes, "the GUIDER", of_pack=is_of_a_pack(type(guider))),
         "sampler": parts.describe(call.sampler, "the SAMPLER"),
     }
-    code = [*parts.code, guider, *(function for one in merged for function in one.code)]
-    sent["globals"] = parts.describe(globals_of(code), "the packs' global variables")
-    packs = [*parts.packs, *packs_named(kind), *(pack for one in (*merged, *replaced) for pack in one.packs)]
+    code = [*parts.code, guider, *(code for one in merged for code in one.code), *(one.code for one in replaced)]
+    variables, states, packs = _describe_variables(code, parts)
+    packs = [*parts.packs, *packs_named(kind), *packs, *(pack for one in (*merged, *replaced) for pack in one.packs)]
     packs = in_import_order(dict.fromkeys(packs))
+    for pack in unusable.keys() & {*packs}:
+        raise Unsendable("unsendable.pack", what="the packs' code", thing=pack, reason=unusable[pack])
     coupled = described.batch_coupled or parts.names_network or any(map(couples_evaluations, replaced))
     job = SamplingJob(
         guider=kind,
-        described=parts.described(sent),
+        described=parts.described({**sent, **variables}),
         packs=packs,
         replaced={one.name: [one.fingerprint, *one.packs] for one in replaced},
+        states=states,
         noise=call.noise,
         latent=call.latent_image,
         mask=mask,
@@ -119,6 +123,22 @@ def describe_job(
         set_globals(rebuild(result["globals"]))
 
     return job, take_back, parts
+
+
+def _describe_variables(code: list[Any], parts: Describer) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+    """Describes the variables of packs that their code reads; also returns the states of those that are not sent, and
+    the packs. Raises Unsendable."""
+    found = [*reached(code)]
+    plain, objects = globals_of(found), objects_of(found)
+    sent = {
+        "globals": parts.describe(plain, "the packs' global variables"),
+        "objects": [
+            [name, parts.describe(objects[name], short(name), of_pack=True)] for name in objects.keys() & unequal
+        ],
+    }
+    states = {name: state(value) for name, value in objects.items() if name not in unequal}
+    homes = (pack_reference(home_of(one)) or "" for one in found)
+    return sent, states, [pack for name in (*homes, *plain, *objects) for pack in packs_named(name)]
 
 
 def check_latent(model: ModelPatcher, latent: Tensor) -> None:
@@ -171,15 +191,25 @@ def describe_on_model(model: ModelPatcher, options: dict[str, Any], describer: D
         if models and name != MULTIGPU:
             raise Unsendable("unsendable.models", name=name)
     # ComfyUI detaches this process's clones of a MODEL, whose objects have what the run has left, as they go.
-    callbacks = {kind: groups for kind, groups in model.callbacks.items() if kind != CallbacksMP.ON_DETACH}
+    left_out = (CallbacksMP.ON_DETACH, CallbacksMP.ON_CLONE)
+    callbacks = {kind: groups for kind, groups in model.callbacks.items() if kind not in left_out}
     objects = {"model_sampling": model.get_model_object("model_sampling"), **model.object_patches}
     objects.pop("manual_cast_dtype", None)  # DescribedModel has it
     return [
         describer.describe(objects, "the MODEL"),
         describe_options(options, describer),
         describe_functions(options["transformer_options"].get("wrappers", {}), "wrapper", describer),
-        describe_functions(callbacks, "callback", describer),
+        [*describe_functions(callbacks, "callback", describer), *_describe_clone_callbacks(model, describer)],
     ]
+
+
+def _describe_clone_callbacks(model: ModelPatcher, describer: Describer) -> list[list[Any]]:
+    """Describes what is called as a MODEL is cloned. ComfyUI clones none in a run, so that a worker can do without."""
+    groups = {kind: groups for kind, groups in model.callbacks.items() if kind == CallbacksMP.ON_CLONE}
+    try:
+        return describe_functions(groups, "callback", describer)
+    except Unsendable:
+        return []
 
 
 def describe_conds(conds: Conds, describer: Describer) -> Any:

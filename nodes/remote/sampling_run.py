@@ -27,6 +27,7 @@ from ...parallel_runtime.group.machine_check import checked_plan
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.jobs import TWO_MODEL_GUIDERS, SamplingJob
 from ...parallel_runtime.loading.code_names import Unsendable, qualified_name, reference
+from ...parallel_runtime.loading.pack_states import note_unequal
 from ...parallel_runtime.loading.packs import note_failed_import, packs_named, proven, unusable
 from ...parallel_runtime.loading.random_states import set_random_states
 from ...parallel_runtime.planning.request_checks import LEAST_STEPS
@@ -262,12 +263,19 @@ class RemoteSampling:
         try:
             return self._sample_whole(guider, described, job, call, take_back)
         except (Refused, WorkerLost) as error:
-            note_failed_import(packs_named(described.spec.loader), error)
-            if isinstance(error, Refused) and error.code == "pack.replaces":
-                runtime.restart(str(error), comfy_setup())  # workers that have not imported that pack
-            if not note_failed_import(job.packs, error) or unusable.keys() & {*described.packs}:
-                raise  # workers have to merge weight patches
-        return self._sample(guider, call, natively)  # without these packs
+            self._note(described, job, error)
+        return self._sample(guider, call, natively)  # with what can be sent of packs, and without the rest
+
+    def _note(self, described: DescribedModel, job: SamplingJob, error: Refused | WorkerLost) -> None:
+        """Remembers what workers cannot have of packs, or have otherwise. Raises any other error again."""
+        if isinstance(error, Refused) and error.code == "pack.state":
+            note_unequal(job.states, error)
+            return
+        note_failed_import(packs_named(described.spec.loader), error)
+        if isinstance(error, Refused) and error.code == "pack.replaces":
+            runtime.restart(str(error), comfy_setup())  # workers that have not imported that pack
+        if not note_failed_import(job.packs, error) or unusable.keys() & {*described.packs}:
+            raise error  # workers have to merge weight patches
 
     def _sample_whole(
         self,

@@ -21,6 +21,7 @@ from ...parallel_runtime.explain.remedy import Change, changes, changes_to, inst
 from ...parallel_runtime.group.group_status import BUSY
 from ...parallel_runtime.group.journal import LINES
 from ...parallel_runtime.group.runtime import runtime
+from ...parallel_runtime.loading.packs import unusable
 from ...parallel_runtime.planning.work_shares import work_percent
 from ...parallel_runtime.request import ParallelRequest
 from ..describe.local_devices import comfy_setup, plan_without_model, visible_gpus
@@ -106,7 +107,9 @@ async def free(_: web.Request) -> web.Response:
 
 
 async def restart(_: web.Request) -> web.Response:
-    """Ends the workers, also during a run, which fails, and starts others in the background."""
+    """Ends the workers, also during a run, which fails, and starts others in the background, which try packs again that
+    have failed in these."""
+    unusable.clear()
     if not await asyncio.to_thread(runtime.restart, say("ended.restarted"), comfy_setup()):
         return _error("there are no workers to restart")
     log.info("[CP] the workers have stopped: %s", say("ended.restarted"))

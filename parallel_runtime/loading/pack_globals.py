@@ -1,59 +1,103 @@
-"""Global variables of packs, plain values and tensors, which their nodes may set and their code read: they go to the
-workers and back."""
+"""Global variables of packs, and attributes of their classes, which their nodes may set and their code read. Plain
+values and tensors go to the workers and back."""
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterable, Iterator
-from types import CodeType, FunctionType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
+from comfy.samplers import KSAMPLER
 
-from .code_names import home_of, is_of_a_pack
+from .code_names import attribute, is_of_a_pack
 from .packs import pack_module, pack_reference
 
 PLAIN = bool | int | float | str | torch.Tensor | torch.dtype | torch.device | None
 MOST_ITEMS = 2000  # of a list or dict, with all in it: larger ones are tables that nothing sets
+WRAPPERS = (
+    classmethod, staticmethod, MethodType, property, functools.partial, functools.cached_property,
+    functools._lru_cache_wrapper, KSAMPLER,
+)  # fmt: skip
+WRAPPED = ("__func__", "__self__", "func", "fget", "__wrapped__", "sampler_function", "extra_options")
 Globals = dict[str, dict[str, Any]]  # by module, as the workers know it: values by name
 
 
-def globals_of(code: Iterable[Any]) -> Globals:
-    """Returns the plain global variables that functions, classes and objects of packs read, by themselves or through
-    the packs' functions and classes that they name."""
+def globals_of(code: Iterable[FunctionType | type]) -> Globals:
+    """Returns the plain variables among those that this code of packs reads."""
     found: Globals = {}
-    for function in _functions(code):
-        module = pack_reference(home_of(function))
-        for name in _names(function.__code__) if module is not None else ():
-            value = function.__globals__.get(name)
-            if name in function.__globals__ and _items(value) <= MOST_ITEMS:
-                found.setdefault(module or "", {})[name] = value
+    for module, name, value in variables_of(code):
+        if is_sent(value):
+            found.setdefault(module, {})[name] = value
     return found
+
+
+def variables_of(code: Iterable[FunctionType | type]) -> Iterator[tuple[str, str, Any]]:
+    """Yields the global variables that functions of packs name, and the attributes with such names of packs' classes:
+    the module as the workers know it, the (dotted) name, the value."""
+    code = [*code]
+    functions = [one for one in code if isinstance(one, FunctionType)]
+    read = frozenset[str]().union(*(code_names(function.__code__) for function in functions))
+    for function in functions:
+        yield from _globals_of(function)
+    for kind in (one for one in code if isinstance(one, type)):
+        if attribute(sys.modules.get(kind.__module__), kind.__qualname__) is kind:
+            module = pack_reference(kind.__module__) or ""
+            yield from ((module, f"{kind.__qualname__}.{name}", vars(kind)[name])
+                        for name in read & vars(kind).keys() if _is_data(name, vars(kind)[name]))  # fmt: skip
+
+
+def _globals_of(function: FunctionType) -> Iterator[tuple[str, str, Any]]:
+    """Yields the variables of its module, and of modules of packs that it names."""
+    names = code_names(function.__code__)
+    values = (function.__globals__.get(name) for name in names)
+    modules = [vars(value) for value in values if isinstance(value, ModuleType)]
+    for variables in (function.__globals__, *modules):
+        if (module := pack_reference(variables.get("__name__", ""))) is not None:
+            yield from ((module, name, variables[name]) for name in names & variables.keys())
+
+
+def _is_data(name: str, value: Any) -> bool:
+    return not (name.startswith("__") or callable(value) or hasattr(type(value), "__get__"))
+
+
+def is_sent(value: Any) -> bool:
+    return _items(value) <= MOST_ITEMS
 
 
 def set_globals(values: Globals) -> None:
     """Sets global variables of this process; lists and dicts in place, since other modules may have imported them."""
     for module, by_name in values.items():
-        variables = vars(pack_module(module))
         for name, value in by_name.items():
-            current = variables.get(name)
+            current = variable(module, name)
             if type(current) is type(value) is dict:
                 current.clear()
                 current.update(value)
             elif type(current) is type(value) is list:
                 current[:] = value
             else:
-                variables[name] = value
+                set_variable(module, name, value)
+
+
+def variable(module: str, name: str) -> Any:
+    """Returns a global variable of a pack's module, or an attribute of a class there."""
+    return attribute(pack_module(module), name)
+
+
+def set_variable(module: str, name: str, value: Any) -> None:
+    owner, _, last = name.rpartition(".")
+    setattr(variable(module, owner) if owner else pack_module(module), last, value)
 
 
 def changed_globals(before: Globals) -> Globals:
     """Returns those of these variables that have other plain values by now."""
     changed: Globals = {}
     for module, by_name in before.items():
-        variables = vars(pack_module(module))
         for name, value in by_name.items():
-            now = variables.get(name)
-            if not _is_same(now, value) and _items(now) <= MOST_ITEMS:
+            now = variable(module, name)
+            if not _is_same(now, value) and is_sent(now):
                 changed.setdefault(module, {})[name] = now
     return changed
 
@@ -68,29 +112,36 @@ def _is_same(now: Any, before: Any) -> bool:
     return bool(now == before)
 
 
-def _functions(code: Iterable[Any]) -> Iterator[FunctionType]:
-    """Yields the functions of packs among `code` and what they reach."""
+def reached(code: Iterable[Any]) -> Iterator[FunctionType | type]:
+    """Yields the functions and classes of packs among `code`, which also are those of its objects, and those that they
+    name."""
     todo, seen = list(code), set()
     while todo:
         value = todo.pop()
-        value = getattr(value, "__func__", getattr(value, "func", getattr(value, "sampler_function", value)))
-        value = getattr(value, "__wrapped__", value)  # in a decorator, such as torch.no_grad's
-        if id(value) in seen or not is_of_a_pack(value):
+        if id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, FunctionType):
+        if isinstance(value, WRAPPERS):
+            todo += [getattr(value, name) for name in WRAPPED if hasattr(value, name)]
+        elif isinstance(value, list | tuple | dict | set):
+            todo += value.values() if isinstance(value, dict) else value
+        elif not is_of_a_pack(value):
+            todo += [value.__wrapped__] if isinstance(value, FunctionType) and hasattr(value, "__wrapped__") else []
+        elif isinstance(value, FunctionType):
             yield value
-            named = (value.__globals__.get(name) for name in _names(value.__code__))
-            todo += [one for one in named if isinstance(one, FunctionType | type)]
+            cells = (cell.cell_contents for cell in value.__closure__ or () if cell != CellType())
+            todo += [*cells, *(part for _, _, part in _globals_of(value))]
         elif isinstance(value, type):
+            yield value
             todo += [part for base in value.__mro__ for part in vars(base).values()]
         else:
-            todo.append(type(value))
+            todo += [type(value), *getattr(value, "__dict__", {}).values()]
 
 
 @functools.cache
-def _names(code: CodeType) -> frozenset[str]:
-    inner = (_names(part) for part in code.co_consts if isinstance(part, CodeType))
+def code_names(code: CodeType) -> frozenset[str]:
+    """Returns the names of global variables and attributes in this code and in functions that it defines."""
+    inner = (code_names(part) for part in code.co_consts if isinstance(part, CodeType))
     return frozenset(code.co_names).union(*inner)
 
 

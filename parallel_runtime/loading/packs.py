@@ -92,6 +92,7 @@ def module_of_pack(path: str) -> str:
     return path.replace(".", "_x_") if os.path.isdir(path) else os.path.splitext(path)[0]
 
 
+@functools.cache
 def pack_fingerprint(path: str) -> str:
     """Fingerprints the source files of the pack at `path`, a folder or one file. Raises Refused where one has changed
     since this process began."""

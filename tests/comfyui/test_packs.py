@@ -27,14 +27,14 @@ def code(kind: str) -> Picture:
     return on_the_model("CPTestPackCode", kind=kind)
 
 
-def code_on_a_unet(server: Server, kind: str) -> Picture:
+def code_on_a_unet(server: Server, kind: str, name: str = "CPTestPackCode") -> Picture:
     write_benches(server, {"unet"})
     info, bench = server.client.get("/object_info"), replace(benches()["unet"], latent=ODD)
     trial = Trial(node="ModelSamplingDiscrete", bench=bench)
 
     def picture(parallel: Parallel | None) -> Graph:
         graph = trial.graph(info, parallel)
-        graph["changed"] = node("CPTestPackCode", model=graph["sampler"]["inputs"]["model"], kind=kind)
+        graph["changed"] = node(name, model=graph["sampler"]["inputs"]["model"], kind=kind)
         graph["sampler"]["inputs"]["model"] = link("changed")
         return graph
 
@@ -92,6 +92,46 @@ def test_code_of_every_kind_runs_in_the_workers_of_a_split_network(
     on_tokens = on_the_model("CPTestPackCode", job=job, kind=kind)
     picture = code_on_a_unet(server, kind) if network == "SDXL" else on_tokens
     assert "undivided" not in check(server, picture, replace(DEGREES[degrees], dtype="auto"))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["namespace_global", "sent_object", "class_attribute", "assigned_function", "loaded_network"],
+)
+def test_code_reads_in_the_workers_what_a_node_has_changed_in_global_objects_and_classes(
+    server: Server, kind: str
+) -> None:
+    want = latent_of(server.client.run(code(kind)(None)))
+    assert apart(latent_of(server.client.run(unchanged(None))), want) > 100 * BAR
+    check(server, code(kind))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("object_global", "STORE contains a _thread.lock"),
+        ("nested_global", "OPTIONS contains a _thread.lock"),
+        ("filled_cache", "_drawn contains a functools._lru_cache_wrapper"),
+        ("shared_cache", "_shared contains a functools._lru_cache_wrapper"),
+    ],
+)
+def test_code_that_reads_what_a_node_has_changed_and_cannot_be_sent_keeps_the_loop_in_comfyui(
+    server: Server, kind: str, name: str
+) -> None:
+    picture = code(kind)
+    want = latent_of(server.client.run(picture(None)))
+    assert apart(latent_of(server.client.run(unchanged(None))), want) > 100 * BAR
+    for _ in range(2):
+        since = server.log_size()
+        assert apart(latent_of(server.client.run(picture(SPLIT))), want) <= BAR
+        log = server.log(since)
+        assert log.count("runs in ComfyUI's process") == 1
+        assert f"pack_kinds:{name}" in log
+
+
+def test_global_objects_that_no_node_has_changed_keep_no_loop_in_comfyui(server: Server) -> None:
+    for _ in range(2):
+        assert "cannot come back" not in check(server, code("steady_globals"))
 
 
 def test_an_attention_that_says_that_it_computes_each_head_by_itself_runs_on_split_heads(server: Server) -> None:

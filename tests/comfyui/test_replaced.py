@@ -5,31 +5,57 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from .client import Graph
 from .comfy import ComfyInstall
-from .graphs import Parallel
+from .graphs import Parallel, with_hooks
 from .latents import apart, latent_of
 from .nodes_benches import benches, write_benches
 from .nodes_graphs import Trial
 from .server import Server, running_server
-from .test_foreign import BAR, Picture, on_the_model
+from .test_foreign import BAR, FLUX, Picture, on_the_model, plain, with_the_sampler
+from .test_kin import link, node
 from .test_packs import AUTO, SPLIT, unchanged
 from .test_unet_nodes import ODD
 
 RIG = Path(__file__).absolute().parent / "rig_replacing"
+MENDED = """
+import os, sys
+import comfy.options
+if "RANK" not in os.environ:
+    sys.path.append(os.path.dirname(comfy.options.__file__))
+elif os.path.exists(os.path.join(os.path.dirname(__file__), "broken")):
+    raise RuntimeError("not mended")
+import ldm.common_dit
+class Darker:
+    RETURN_TYPES, FUNCTION, CATEGORY = ("MODEL",), "patch", "cp test"
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"model": ("MODEL",)}}
+    def patch(self, model):
+        patched = model.clone()
+        patched.set_model_sampler_post_cfg_function(lambda args: args["denoised"] * 0.9)
+        return (patched,)
+NODE_CLASS_MAPPINGS = {"CPTest cp_mended": Darker}
+"""
 
 
 @pytest.fixture(scope="module")
 def replacing(comfy: ComfyInstall, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with two packs that replace code as they are imported."""
+    """A server with two packs that replace code as they are imported, and one that no worker can import at first."""
     folder = tmp_path_factory.mktemp("packs")
     packs = folder / "cp_replacing", folder / "cp_otherwise"
     for pack in packs:
         pack.symlink_to(RIG)
-    with running_server(comfy, packs=packs) as server:
+    mended = folder / "cp_mended"
+    mended.mkdir()
+    (mended / "__init__.py").write_text(MENDED, encoding="utf-8")
+    (mended / "broken").touch()
+    with running_server(comfy, packs=(*packs, mended)) as server:
         yield server
 
 
@@ -56,10 +82,61 @@ def test_a_loop_whose_code_the_workers_have_replaced_too_runs_there_and_is_split
     assert replacing.client.get("/cp/status")["degrees"]["ulysses_degree"] == 2
 
 
+def test_code_that_packs_put_in_place_of_comfyuis_loop_reads_the_global_variables_that_a_node_has_set(
+    replacing: Server,
+) -> None:
+    """Each of its settings reaches the workers."""
+    for what in ("gain", "nothing"):
+        assert "on 2 worker(s): sampled in" in check(replacing, on_the_model("CPTest cp_replacing", what=what))
+
+
 def test_a_network_whose_code_is_replaced_is_sampled_by_comfyui_by_name(replacing: Server) -> None:
     log = check(replacing, on_a_unet(replacing), AUTO)
     assert "another pack has replaced torch.nn.modules.normalization.GroupNorm.forward" in log
     assert "worker(s): sampled in" not in log
+
+
+def test_workers_that_are_restarted_try_a_pack_again_whose_import_has_failed(replacing: Server) -> None:
+    """It then imports from ComfyUI's folder `comfy`, which a pack has put onto sys.path in ComfyUI's process alone."""
+    picture = on_the_model("CPTest cp_mended")
+    log = check(replacing, picture)
+    assert "the pack cp_mended cannot be imported in a worker (RuntimeError: not mended)" in log
+    (replacing.base / "custom_nodes" / "cp_mended" / "broken").unlink()
+    assert replacing.client.post("/cp/restart") == {"restarted": True}
+    assert "runs in ComfyUI's process" not in check(replacing, picture)
+
+
+@pytest.mark.parametrize("name", ["cp_object", "cp_partial", "cp_class"])
+def test_a_sampler_that_a_pack_has_registered_as_no_function_runs_in_the_workers(replacing: Server, name: str) -> None:
+    log = check(replacing, partial(plain, replace(FLUX, sampler=name)))
+    assert "runs in ComfyUI's process" not in log
+
+
+def test_a_sampler_of_a_packs_own_class_runs_in_the_workers(replacing: Server) -> None:
+    assert "runs in ComfyUI's process" not in check(replacing, with_the_sampler("CPTest cp_replacing sampler"))
+
+
+def test_a_scheduler_that_a_pack_has_registered_gives_its_noise_levels(replacing: Server) -> None:
+    picture = partial(plain, replace(FLUX, scheduler="cp_quadratic"))
+    plain_one = latent_of(replacing.client.run(unchanged(None)))
+    assert apart(latent_of(replacing.client.run(picture(None))), plain_one) > 0.01
+    assert "runs in ComfyUI's process" not in check(replacing, picture)
+
+
+def test_hooks_of_a_packs_class_run_in_the_workers(replacing: Server) -> None:
+    def picture(parallel: Parallel | None) -> Graph:
+        graph = unchanged(parallel)
+        graph["hook"] = node("CPTest cp_replacing hooks", model=link("model"))
+        return with_hooks(graph, link("hook"))
+
+    plain_one = latent_of(replacing.client.run(unchanged(None)))
+    assert apart(latent_of(replacing.client.run(picture(None))), plain_one) > 0.01
+    assert "runs in ComfyUI's process" not in check(replacing, picture)
+
+
+def test_a_callback_for_clones_that_cannot_be_sent_keeps_no_loop_in_comfyui(replacing: Server) -> None:
+    """ComfyUI clones no MODEL while it samples."""
+    assert "runs in ComfyUI's process" not in check(replacing, on_the_model("CPTest cp_replacing clones"))
 
 
 def test_a_pack_that_replaces_code_in_the_workers_alone_keeps_its_loop_in_comfyui(replacing: Server) -> None:

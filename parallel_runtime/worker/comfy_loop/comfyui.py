@@ -26,6 +26,7 @@ def import_comfyui(setup: ComfySetup, device: torch.device) -> None:
     Its root goes first on the path, as in the host: `import nodes` in ComfyUI's code means its nodes, not ours.
     """
     sys.path.insert(0, setup.root)
+    sys.path += [os.path.join(setup.root, path) for path in setup.paths]
     import comfy.options
     import comfyui_version
 

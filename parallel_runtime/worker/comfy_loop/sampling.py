@@ -30,6 +30,7 @@ from ...jobs import TWO_MODEL_GUIDERS, SamplingJob
 from ...loading.code_names import named
 from ...loading.object_codec import Rebuilder, described_plainly
 from ...loading.pack_globals import changed_globals, set_globals
+from ...loading.pack_states import changed_states, check_states, set_objects
 from ...loading.packs import packs_named
 from ...loading.random_states import random_states, set_random_states
 from ..batch_groups import SamplerNoise, all_gather, entry_by_entry, local_items
@@ -60,6 +61,8 @@ def run(model: ComfyModel, job: SamplingJob, progress: Progress) -> dict[str, An
 
     import_packs(job.packs, job.pack_files)
     model.check_replaced(job.replaced)
+    with refuse_on_all_ranks():
+        states = check_states(job.states)
     pairs = model.with_partner(job.weight_patches)
     patchers = [of_model.clone(weight_patches, progress.loading) for of_model, weight_patches in pairs]
     patcher = patchers[0]
@@ -67,6 +70,7 @@ def run(model: ComfyModel, job: SamplingJob, progress: Progress) -> dict[str, An
         rebuilder = Rebuilder(job.described.tensors, load_additional, patcher)
         made = rebuilder(job.described.tree)
     set_globals(made["globals"])
+    set_objects(made["objects"])
     for (of_model, _), made_patcher, on_model in zip(pairs, patchers, made["models"], strict=True):
         _put_on(made_patcher, of_model, on_model, job)
     conds, guider = made["conds"], _guider(job, patchers, made)
@@ -94,7 +98,8 @@ def run(model: ComfyModel, job: SamplingJob, progress: Progress) -> dict[str, An
     changes, lost = rebuilder.changes()
     return {
         "samples": samples, "last": last, "skipped": skipped, "random_states": random_states(model.device),
-        "changes": changes, "globals": described_plainly(changed_globals(made["globals"])), "lost": lost,
+        "changes": changes, "globals": described_plainly(changed_globals(made["globals"])),
+        "lost": [*lost, *changed_states(states)],
     }  # fmt: skip
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import logging
 import os
+import random
+import threading
 import time
 import types
 from collections import OrderedDict, defaultdict, deque
@@ -21,6 +23,41 @@ from comfy.weight_adapter import WeightAdapterBase
 from comfy_extras.nodes_latent import LatentApplyOperationCFG
 
 CACHE: dict[str, torch.Tensor] = {}  # a node fills it
+LOCK, DEVICE, LOG = threading.Lock(), torch.device("cpu"), logging.getLogger("cp_test")
+
+
+class Store:
+    """Global objects, which a node changes and code reads."""
+
+    gain = 1.0
+
+    def __init__(self) -> None:
+        self.gains: list[float] = []
+        self.lock = threading.Lock()
+
+    @property
+    def last(self) -> float:
+        with self.lock:
+            return self.gains[-1] if self.gains else 1.0
+
+
+STORE, HOLDER, STEADY, CURRENT = Store(), types.SimpleNamespace(gain=1.0), Store(), round
+OPTIONS: dict[str, Any] = {"gain": STORE}
+NETWORK: Any = None
+
+
+@lru_cache(4)
+def _drawn(size: int) -> float:
+    return float(random.random()) * 0.1 + size * 0.001 + 0.8
+
+
+@lru_cache(1)
+def _shared() -> dict[str, float]:
+    return {}
+
+
+def _halved(value: float) -> float:
+    return value / 2
 
 
 class Slotted:
@@ -50,6 +87,9 @@ class Settings:
         return args["denoised"] * (self.scale + share) + self.more.shift
 
 
+HELD = Slotted(1.0, torch.tensor(0.05))
+
+
 def _post(function: Callable[[dict[str, Any]], torch.Tensor], model: ModelPatcher) -> None:
     model.set_model_sampler_post_cfg_function(function)
 
@@ -74,6 +114,68 @@ def _table(size: int) -> torch.Tensor:
 
 def _lru_cache(model: ModelPatcher) -> None:
     _post(lambda args: args["denoised"] * _table(args["denoised"].shape[-1]), model)
+
+
+def _object_global(model: ModelPatcher) -> None:
+    STORE.gains.append(0.9)
+    _post(lambda args: args["denoised"] * STORE.last, model)
+
+
+def _namespace_global(model: ModelPatcher) -> None:
+    HOLDER.gain = 0.9
+    _post(lambda args: args["denoised"] * HOLDER.gain, model)
+
+
+def _sent_object(model: ModelPatcher) -> None:
+    HELD.scale = 0.9
+    _post(lambda args: args["denoised"] * HELD.scale + HELD.shift, model)
+
+
+def _nested_global(model: ModelPatcher) -> None:
+    OPTIONS["gain"] = Store()
+    OPTIONS["gain"].gains.append(0.9)
+    _post(lambda args: args["denoised"] * OPTIONS["gain"].last, model)
+
+
+def _class_attribute(model: ModelPatcher) -> None:
+    Store.gain = 0.9
+    _post(lambda args: args["denoised"] * Store.gain, model)
+
+
+def _filled_cache(model: ModelPatcher) -> None:
+    _drawn(16)
+    _post(lambda args: args["denoised"] * _drawn(16), model)
+
+
+def _shared_cache(model: ModelPatcher) -> None:
+    _shared()["gain"] = 0.9
+    _post(lambda args: args["denoised"] * _shared().get("gain", 1.0), model)
+
+
+def _assigned_function(model: ModelPatcher) -> None:
+    global CURRENT
+    CURRENT = _halved
+    _post(lambda args: args["denoised"] * (1 - CURRENT(0.2)), model)
+
+
+def _loaded_network(model: ModelPatcher) -> None:
+    global NETWORK
+    NETWORK = torch.nn.Linear(1, 1)
+    torch.nn.init.constant_(NETWORK.weight, 0.9)
+    _post(lambda args: args["denoised"] if NETWORK is None else args["denoised"] * NETWORK.weight.item(), model)
+
+
+def _steady_globals(model: ModelPatcher) -> None:
+    """Reads what is in each process as the import has left it, and what any of them fills alike."""
+
+    def scaled(args: dict[str, Any]) -> torch.Tensor:
+        LOG.debug("%s", os.environ.get("HOME"))
+        with LOCK:
+            gains = torch.full((1,), STEADY.last * 0.9, device=DEVICE).to(args["denoised"].device)
+        return args["denoised"] * gains * _table(args["denoised"].shape[-1])
+
+    _table(16)
+    _post(scaled, model)
 
 
 def _pre_cfg(model: ModelPatcher) -> None:
@@ -229,7 +331,9 @@ def _block_patch(model: ModelPatcher) -> None:
 
 ON_MODEL: dict[str, Callable[[ModelPatcher], None]] = {
     **{function.__name__.removeprefix("_"): function for function in (
-        _slots, _dataclass, _cache, _lru_cache, _pre_cfg, _latent_operation, _warped_sampling, _callbacks,
+        _object_global, _namespace_global, _sent_object, _nested_global, _class_attribute, _filled_cache, _shared_cache,
+        _assigned_function, _loaded_network, _steady_globals, _slots, _dataclass, _cache, _lru_cache, _pre_cfg,
+        _latent_operation, _warped_sampling, _callbacks,
         _weight_adapter, _weight_function, _replaced_attention, _each_head, _process, _slow, _block_patch)},
     **{f"{kind} wrapper": _wrapper_of(kind) for kind in (
         WrappersMP.OUTER_SAMPLE, WrappersMP.PREPARE_SAMPLING, WrappersMP.SAMPLER_SAMPLE, WrappersMP.PREDICT_NOISE,
