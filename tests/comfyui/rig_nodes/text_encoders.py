@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,19 @@ from comfy_api.latest import io
 from safetensors.torch import save_file
 
 from .schemas import CATEGORY, schema
+
+load_clip = comfy.sd.load_clip
+
+
+def load_small_clip(ckpt_paths: Any, embedding_directory: Any = None, **options: Any) -> comfy.sd.CLIP:
+    """As ComfyUI's, with the options in CP_TEST_CLIP_OPTIONS, which its loader nodes do not have."""
+    options["model_options"] = json.loads(os.environ.get("CP_TEST_CLIP_OPTIONS", "{}")) | options.get(
+        "model_options", {}
+    )
+    return load_clip(ckpt_paths, embedding_directory, **options)
+
+
+comfy.sd.load_clip = load_small_clip
 
 
 class LoadClip(io.ComfyNode):
@@ -53,6 +67,15 @@ class ChangeClip(io.ComfyNode):
         elif how == "injected":
             nothing = comfy.patcher_extension.PatcherInjection(lambda _: None, lambda _: None)
             made.patcher.set_injections("a_pack", [nothing])
+        else:  # in place, of a matrix
+            with torch.no_grad():
+                weight = made.patcher.model.clip_l.transformer.text_model.encoder.layers[0].mlp.fc1.weight
+                if how == "a column":
+                    weight[:, 3] *= 2
+                elif how == "all":
+                    weight *= 2
+                elif how == "a layer":
+                    made.patcher.model.clip_l.transformer.text_model.encoder.layers[0].mlp.fc1 = torch.nn.Identity()
         return io.NodeOutput(made)
 
 
