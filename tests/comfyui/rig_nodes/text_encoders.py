@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,19 @@ from safetensors.torch import save_file
 
 from .schemas import CATEGORY, schema
 
-load_clip = comfy.sd.load_clip
+
+def small(load: Callable[..., comfy.sd.CLIP]) -> Callable[..., comfy.sd.CLIP]:
+    """A loader of ComfyUI's with the options in CP_TEST_CLIP_OPTIONS, which its nodes do not have."""
+
+    def loading(*args: Any, model_options: dict[str, Any] | None = None, **kwargs: Any) -> comfy.sd.CLIP:
+        chosen = json.loads(os.environ.get("CP_TEST_CLIP_OPTIONS", "{}")) | (model_options or {})
+        return load(*args, **kwargs, model_options=chosen)
+
+    return loading
 
 
-def load_small_clip(ckpt_paths: Any, embedding_directory: Any = None, **options: Any) -> comfy.sd.CLIP:
-    """As ComfyUI's, with the options in CP_TEST_CLIP_OPTIONS, which its loader nodes do not have."""
-    options["model_options"] = json.loads(os.environ.get("CP_TEST_CLIP_OPTIONS", "{}")) | options.get(
-        "model_options", {}
-    )
-    return load_clip(ckpt_paths, embedding_directory, **options)
-
-
-comfy.sd.load_clip = load_small_clip
+comfy.sd.load_clip = small(comfy.sd.load_clip)
+comfy.sd.load_text_encoder_state_dicts = small(comfy.sd.load_text_encoder_state_dicts)
 
 
 class LoadClip(io.ComfyNode):
