@@ -74,7 +74,7 @@ def network_fingerprint(model: ModelPatcher) -> str:
 
 def _stored(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yields a module's own parameters, and those of its buffers that files have."""
-    for name, weight in (module._parameters | module._buffers).items():
+    for name, weight in sorted((module._parameters | module._buffers).items()):  # dynamic VRAM has another order
         if weight is not None and name not in module._non_persistent_buffers_set and not weight.is_meta:
             yield name, weight
 
