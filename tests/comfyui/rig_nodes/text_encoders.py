@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 from collections.abc import Callable
@@ -22,9 +23,11 @@ from .schemas import CATEGORY, schema
 def small(load: Callable[..., comfy.sd.CLIP]) -> Callable[..., comfy.sd.CLIP]:
     """A loader of ComfyUI's with the options in CP_TEST_CLIP_OPTIONS, which its nodes do not have."""
 
-    def loading(*args: Any, model_options: dict[str, Any] | None = None, **kwargs: Any) -> comfy.sd.CLIP:
-        chosen = json.loads(os.environ.get("CP_TEST_CLIP_OPTIONS", "{}")) | (model_options or {})
-        return load(*args, **kwargs, model_options=chosen)
+    def loading(*args: Any, **kwargs: Any) -> comfy.sd.CLIP:
+        call = inspect.signature(load).bind(*args, **kwargs)
+        chosen = json.loads(os.environ.get("CP_TEST_CLIP_OPTIONS", "{}"))
+        call.arguments["model_options"] = chosen | call.arguments.get("model_options", {})
+        return load(*call.args, **call.kwargs)
 
     return loading
 
