@@ -12,10 +12,11 @@ from .classes.cp_clip import CPCLIP
 from .classes.cp_compare import CPCompare
 from .classes.cp_config import CPParallelConfig
 from .classes.cp_demo import CPDemoConditioning, CPDemoDecode, CPDemoModel
-from .classes.cp_loader import CPLoadDiffusionModel
+from .classes.cp_loader import CPLoadCLIP, CPLoadDiffusionModel
 from .classes.cp_plan import CPPlan
 from .classes.cp_sampler import CPModel, CPSampler, CPSamplerAdvanced, CPSamplerCustom, CPSamplerCustomBasic
 from .classes.cp_vae import CPVAE
+from .describe.clip import note_weights
 from .describe.loader_nodes import note_loaders
 from .describe.model_files import note_files
 from .server.routes import add_routes
@@ -30,6 +31,7 @@ class ContextParallelExtension(ComfyExtension):
         if newer := untested():
             logging.getLogger(__name__).warning("[CP] %s", newer)
         note_files()
+        note_weights()
         note_loaders()
         PromptServer.instance.add_on_prompt_handler(on_prompt)
         add_routes()
@@ -50,6 +52,7 @@ class ContextParallelExtension(ComfyExtension):
             CPModel,
             CPVAE,
             CPCLIP,
+            CPLoadCLIP,
             CPDemoModel,
             CPDemoConditioning,
             CPDemoDecode,

@@ -16,7 +16,7 @@ from ...parallel_runtime.errors import Refused
 from ...parallel_runtime.loading.mapped import has_dynamic_vram
 from ...parallel_runtime.request import ParallelRequest
 from ...parallel_runtime.specs import ModelSpec
-from ..describe.clip import describe_clip
+from ..describe.clip import check_weights, describe_clip
 from ..describe.refused_event import announce_refusals
 from ..describe.vae import NotParallel
 from ..remote.in_workers import InWorkers, in_workers, warn
@@ -54,10 +54,15 @@ class CPCLIP(io.ComfyNode):
     def execute(cls, clip: Any, cp_config: ParallelRequest | None = None) -> io.NodeOutput:
         if clip is None:
             raise Refused("clip.none")
-        refresh()
-        request = None if cp_config is None else request_from(cp_config)
-        placement_for(request)  # raises Refused before the rest of the graph runs
-        return io.NodeOutput(parallel_clip(clip, request))
+        return io.NodeOutput(parallel_clip(clip, encoding_request(cp_config)))
+
+
+def encoding_request(cp_config: ParallelRequest | None) -> ParallelRequest | None:
+    """Returns which workers encode. Raises Refused, before the rest of the graph runs, where there are none."""
+    refresh()
+    request = None if cp_config is None else request_from(cp_config)
+    placement_for(request)
+    return request
 
 
 def parallel_clip(clip: comfy.sd.CLIP, request: ParallelRequest | None) -> comfy.sd.CLIP:
@@ -95,6 +100,7 @@ class ParallelCLIP(InWorkers, comfy.sd.CLIP):
 
     @contextmanager
     def using_workers(self) -> Iterator[None]:
+        check_weights(self._native.patcher)
         try:
             yield
         finally:

@@ -1,14 +1,22 @@
-"""CP Load Diffusion Model: a MODEL whose weights only the workers read, in every sampler node."""
+"""CP Load Diffusion Model and CP Load CLIP: a MODEL and a CLIP whose weights only the workers read, for every node."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import comfy.sd
 import folder_paths
 from comfy_api.latest import io
-from nodes import NODE_CLASS_MAPPINGS, UNETLoader  # type: ignore[attr-defined]  # ComfyUI's module, not our package
+from nodes import (  # type: ignore[attr-defined]  # ComfyUI's module, not our package
+    NODE_CLASS_MAPPINGS,
+    CLIPLoader,
+    DualCLIPLoader,
+    UNETLoader,
+)
 from safetensors import SafetensorError, safe_open
 
 from ...parallel_runtime.errors import Refused
-from ...parallel_runtime.loading.mapped import Mapped, load_mapped
+from ...parallel_runtime.loading.mapped import Mapped, calls_loader, load_mapped, with_views
 from ...parallel_runtime.loading.node_loader import load_by_node
 from ...parallel_runtime.request import ParallelRequest
 from ..describe.loader_nodes import note_call
@@ -16,9 +24,11 @@ from ..describe.model_files import SAFETENSORS
 from ..describe.refused_event import announce_refusals
 from ..remote.sampling_run import sampled_on_workers
 from ..server.settings import request_from
+from .cp_clip import encoding_request, parallel_clip
 from .cp_config import CATEGORY, CPConfig
 
 GGUF_NODE = "UnetLoaderGGUF"
+NONE = "none"
 
 
 class CPLoadDiffusionModel(io.ComfyNode):
@@ -72,6 +82,67 @@ def load_for_workers(name: str, weight_dtype: str) -> Mapped:
         return load_mapped(Mapped, UNETLoader().load_unet, (name, weight_dtype), 0)
     except RuntimeError as error:  # ComfyUI's loader raises it for a file that it cannot use
         raise Refused("file.unloadable", path=path, reason=" ".join(str(error).split())) from None
+
+
+class CPLoadCLIP(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        files = folder_paths.get_filename_list("text_encoders")
+        types = [
+            type for loader in (CLIPLoader, DualCLIPLoader) for type in loader.INPUT_TYPES()["required"]["type"][0]
+        ]
+        more = [
+            io.Combo.Input(f"clip_name{number}", options=[NONE, *files], optional=True, tooltip="As in DualCLIPLoader, "
+                           "TripleCLIPLoader and QuadrupleCLIPLoader; none for a CLIP of fewer files.")
+            for number in (2, 3, 4)
+        ]  # fmt: skip
+        return io.Schema(
+            node_id="CPLoadCLIP",
+            display_name="CP Load CLIP",
+            category=CATEGORY,
+            description="A CLIP whose weights are in the workers only: every node that takes a CLIP encodes there.",
+            search_aliases=["load clip", "dual clip loader", "text encoder", "multi gpu", "t5", "qwen"],
+            inputs=[
+                io.Combo.Input("clip_name1", options=files, tooltip="A file in ComfyUI's folder text_encoders."),
+                io.Combo.Input(
+                    "type", options=[*dict.fromkeys(types)],
+                    tooltip="As in Load CLIP for one file, in DualCLIPLoader for two. Three and four files have one "
+                    "type only, whatever stands here.",
+                ),
+                *more,
+                CPConfig.Input("cp_config", optional=True, tooltip="Which workers, as in CP CLIP."),
+            ],
+            outputs=[io.Clip.Output(tooltip="For every node that takes a CLIP.")],
+        )  # fmt: skip
+
+    @classmethod
+    @announce_refusals()
+    def execute(
+        cls, clip_name1: str, type: str, clip_name2: str = NONE, clip_name3: str = NONE, clip_name4: str = NONE,
+        cp_config: ParallelRequest | None = None,
+    ) -> io.NodeOutput:  # fmt: skip
+        request = encoding_request(cp_config)
+        names = [name for name in (clip_name1, clip_name2, clip_name3, clip_name4) if name != NONE]
+        return io.NodeOutput(parallel_clip(load_clip_for_workers(names, type), request))
+
+
+def load_clip_for_workers(names: Sequence[str], kind: str) -> comfy.sd.CLIP:
+    """Returns ComfyUI's CLIP of these files, as Load CLIP and its kin load it. Its weights are views of the mapped
+    files, of which only samples are read."""
+    paths = [folder_paths.get_full_path_or_raise("text_encoders", name) for name in names]
+    for path in paths:
+        check_file(path)
+    try:
+        with calls_loader(Mapped):
+            clip = comfy.sd.load_clip(
+                ckpt_paths=paths,
+                embedding_directory=folder_paths.get_folder_paths("embeddings"),
+                clip_type=getattr(comfy.sd.CLIPType, kind.upper(), comfy.sd.CLIPType.STABLE_DIFFUSION),
+            )
+    except (RuntimeError, LookupError, ValueError) as error:  # files that are no text encoders, or not together
+        raise Refused("clip.unloadable", path=", ".join(paths), reason=" ".join(str(error).split())) from None
+    with_views(clip.patcher)
+    return clip
 
 
 def check_file(path: str) -> None:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import comfy.sd
 from comfy.model_patcher import ModelPatcher
+from torch import nn
 
 from ...parallel_runtime.errors import Refused, say
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.jobs import Described
 from ...parallel_runtime.loading.code_names import is_comfyui, qualified_name, reference
 from ...parallel_runtime.loading.fingerprint import stat_file, structure_fingerprint
-from ...parallel_runtime.loading.mapped import has_dynamic_vram
+from ...parallel_runtime.loading.mapped import Mapped, has_dynamic_vram
+from ...parallel_runtime.loading.node_loader import network_fingerprint
 from ...parallel_runtime.loading.replaced_code import MERGES
 from ...parallel_runtime.specs import ModelSpec, SourceFile
 from .describer import describer
@@ -28,14 +32,39 @@ DTYPE = "manual_cast_dtype"  # ComfyUI replaces it on each CLIP: encoders comput
 DEVICES = {"load_device", "offload_device", "initial_device"}  # options of loaders; workers have their own
 INSIDE = ("injections", "weight_wrapper_patches", "wrappers", "callbacks", "additional_models")  # of a patcher
 
+_made: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # the fingerprint of a text encoder as it was loaded
+
+
+def note_weights() -> None:
+    """Has ComfyUI note samples of a text encoder's weights as it loads them: nodes may change them in place."""
+    load_weights = comfy.sd.CLIP.load_sd
+
+    @functools.wraps(load_weights)
+    def noting(clip: comfy.sd.CLIP, *args: Any, **kwargs: Any) -> Any:
+        keys = load_weights(clip, *args, **kwargs)
+        _made[clip.cond_stage_model] = network_fingerprint(clip.patcher)
+        return keys
+
+    comfy.sd.CLIP.load_sd = noting
+
+
+def check_weights(patcher: ModelPatcher) -> None:
+    """Raises NotParallel for a text encoder whose layers or weights are not as ComfyUI has loaded them, but for
+    patches."""
+    made = _made.get(patcher.model)
+    if made is not None and made != network_fingerprint(patcher):
+        raise NotParallel(say("clip.edited", kind=qualified_name(type(patcher.model))))
+
 
 def describe_clip(clip: comfy.sd.CLIP) -> ModelSpec:
     """Returns what the workers load for this CLIP, without patches. Raises NotParallel, Refused."""
-    if type(clip) is not comfy.sd.CLIP or not is_comfyui(type(clip.patcher)):
+    mapped = type(getattr(clip, "patcher", None)) is Mapped
+    if type(clip) is not comfy.sd.CLIP or not (mapped or is_comfyui(type(clip.patcher))):
         kind = type(clip.patcher if type(clip) is comfy.sd.CLIP else clip)
         raise NotParallel(say("clip.foreign", kind=qualified_name(kind)))
     patcher, encoder = clip.patcher, clip.cond_stage_model
     check_encoder(patcher)
+    check_weights(patcher)
     if not is_comfyui(encoder):
         raise NotParallel(say("clip.foreign", kind=qualified_name(type(encoder))))
     if not any(True for _ in encoder.parameters()):
@@ -48,7 +77,7 @@ def describe_clip(clip: comfy.sd.CLIP) -> ModelSpec:
         loader=reference(loader, "the loader"),
         arguments=json.dumps([*map(_without_devices, arguments)], default=partial(argument_to_json, loader)),
         files=_files(encoder, arguments[0]),
-        dynamic_vram=has_dynamic_vram() and patcher.is_dynamic(),
+        dynamic_vram=has_dynamic_vram() and (mapped or patcher.is_dynamic()),
         weights_fingerprint=structure_fingerprint(encoder),
         text_encoder=True,
     )

@@ -22,13 +22,12 @@ from torch import Tensor, nn
 
 from ...parallel_runtime.errors import Refused, quoted
 from ...parallel_runtime.loading.code_names import is_comfyui, qualified_name
+from ...parallel_runtime.loading.fingerprint import sample
 from ...parallel_runtime.loading.mapped import Mapped
 from ...parallel_runtime.loading.object_codec import PLAIN
 from .model_patches import native_model
 
 NETWORK, LATENT_FORMAT = "diffusion_model", "latent_format"
-SAMPLES = 32  # of a weight; a small one is compared whole
-WHOLE = 1024  # values
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)  # whose modules run because they are there
 KINDS = (Tensor, nn.Parameter)  # of weights that are compared
 CACHED = "_cached"  # ends the names of what a forward keeps for longer sequences
@@ -106,7 +105,7 @@ def _load(load: Callable[[], Mapped]) -> Loaded:
     weights = {name: weight for name, weight in _weights(owners, parts) if name not in missing}
     return Loaded(
         parts=parts,
-        samples={name: _widened(_sample(weight)) for name, weight in weights.items()},
+        samples={name: _widened(sample(weight)) for name, weight in weights.items()},
         shapes={name: weight.shape for name, weight in weights.items()},
     )
 
@@ -234,14 +233,14 @@ def _check_weights(parts: dict[str, Any], model: ModelPatcher, loaded: Loaded, p
         found_shape, shape = weight.shape, loaded.shapes.get(name)
         if shape == found_shape:
             if not weight.is_meta:
-                groups.setdefault((weight.get_device(), weight.dtype), {})[name] = _sample(weight)
+                groups.setdefault((weight.get_device(), weight.dtype), {})[name] = sample(weight)
         elif shape is not None and isinstance(weight, nn.Parameter):
             _refuse(name, str(tuple(found_shape)), str(tuple(shape)), path)
     for (_, dtype), samples in groups.items():
         found = _widened(torch.cat([*samples.values()]).cpu())
         expected = _widened(torch.cat([loaded.samples[name] for name in samples]).to(dtype))
         if not (found.equal(expected) or torch.allclose(found, expected, rtol=0, atol=0, equal_nan=True)):
-            sizes = [len(sample) for sample in samples.values()]
+            sizes = [len(values) for values in samples.values()]
             each = zip(samples, found.split(sizes), expected.split(sizes), strict=True)
             names = [name for name, a, b in each if not torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)]
             first = names[0].removeprefix(f"{NETWORK}.")
@@ -274,18 +273,3 @@ def _weights(
 def _widened(samples: Tensor) -> Tensor:
     """Returns the same numbers in a dtype that has all operations."""
     return samples.double() if samples.dtype.itemsize > 4 or samples.dtype == torch.int32 else samples.float()
-
-
-def _sample(weight: Tensor) -> Tensor:
-    """Returns values from all over a weight, of any strides: of a matrix all columns of one row, and others that lie in
-    other rows and other columns each."""
-    size = weight.numel()
-    count = size if size <= WHOLE else SAMPLES
-    columns = size // len(weight) if size and weight.ndim > 1 else 0
-    step = max(1, size // max(1, count) - columns // SAMPLES - (columns > 0))
-    row = columns * (len(weight) // 2) if count < size and columns else 0
-    if weight.is_contiguous():
-        over = weight.as_strided((count,), (step,))
-        return torch.cat([over, weight.as_strided((columns,), (1,), weight.storage_offset() + row)]) if row else over
-    places = torch.arange(0, count * step, step, device=weight.device)
-    return weight.take(torch.cat([places, torch.arange(row, row + columns, device=weight.device)]) if row else places)

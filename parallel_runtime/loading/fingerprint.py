@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from ..errors import Refused
 from ..specs import SourceFile
 
-SAMPLES = 64  # of a weight its values, of a file its pieces
+SAMPLES = 64  # pieces of a file
+VALUES = 32  # of a weight; a small one is sampled whole
+WHOLE = 1024  # values
 PIECE_BYTES = 64 << 10
 BUILT_BY = (  # what does not show in its modules
     "config",
@@ -39,7 +41,7 @@ def model_fingerprint(model: nn.Module, dtype: torch.dtype) -> str:
     devices."""
     built = repr([getattr(model, name, None) for name in BUILT_BY])
     weights = (tensor for _, tensor in _by_name(model) if tensor.is_floating_point())
-    return fingerprint(str(model), built, *(_sample(tensor).to(dtype) for tensor in weights))
+    return fingerprint(str(model), built, *(sample(tensor).to(dtype) for tensor in weights))
 
 
 def structure_fingerprint(model: nn.Module) -> str:
@@ -91,10 +93,17 @@ def code_fingerprint(code: CodeType) -> str:
     return fingerprint(code.co_code, names, *constants)[:16]
 
 
-def _sample(tensor: Tensor) -> Tensor:
-    """Returns the sampled numbers in main memory, one after another."""
-    flat = tensor.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES].cpu()
+def sample(weight: Tensor) -> Tensor:
+    """Returns values from all over a weight, of any strides: of a matrix all columns of one row, and others that lie in
+    other rows and other columns each."""
+    size = weight.numel()
+    count = size if size <= WHOLE else VALUES
+    columns = size // len(weight) if size and weight.ndim > 1 else 0
+    step = max(1, size // max(1, count) - columns // VALUES - (columns > 0))
+    row = columns * (len(weight) // 2) if count < size and columns else 0
+    weight = weight.contiguous()
+    over = weight.as_strided((count,), (step,))
+    return torch.cat([over, weight.as_strided((columns,), (1,), weight.storage_offset() + row)]) if row else over
 
 
 def stored_samples(weight: Tensor, dtype: torch.dtype | None) -> list[Tensor]:
@@ -102,6 +111,6 @@ def stored_samples(weight: Tensor, dtype: torch.dtype | None) -> list[Tensor]:
     with torch._C.DisableTorchFunctionSubclass():
         if hasattr(weight, "__tensor_flatten__"):
             inner = (getattr(weight, name) for name in weight.__tensor_flatten__()[0])
-            return [sample for part in inner for sample in stored_samples(part, None)]
-        sample = _sample(weight.as_subclass(Tensor))
-        return [sample.to(dtype) if dtype is not None and sample.is_floating_point() else sample]
+            return [each for part in inner for each in stored_samples(part, None)]
+        values = sample(weight.detach().as_subclass(Tensor))
+        return [values.to(dtype) if dtype is not None and values.is_floating_point() else values]

@@ -51,11 +51,12 @@ def load_same(kind: type[Kind], node: Any, call: dict[str, Any], expected: str) 
 
 
 def network_fingerprint(model: ModelPatcher) -> str:
-    """Fingerprints a MODEL as its loader has made it: its class if that is a pack's, the classes of its layers, and
-    samples of the weights as they are without patches, in the dtype that ComfyUI's loader copies them into."""
+    """Fingerprints a MODEL or CLIP as its loader has made it: its class if that is a pack's, the classes of its layers,
+    and samples of the weights as they are without patches, in the dtype that ComfyUI's loader copies them into."""
     backup = {name: kept.weight for name, kept in model.backup.items()}
     backup |= {name: weight for name, (weight, _) in model.hook_backup.items()}
-    modules = dict(model.model.diffusion_model.named_modules(prefix="diffusion_model"))
+    path = "diffusion_model" if isinstance(model.model, BaseModel) else ""
+    modules = dict(model.model.get_submodule(path).named_modules(prefix=path))
     for name, before in model.object_patches_backup.items():
         modules |= dict(before.named_modules(prefix=name)) if isinstance(before, nn.Module) else {}
     classes = [qualified_name(one) for one in type(model).__mro__ if is_of_a_pack(one)]
@@ -73,7 +74,7 @@ def network_fingerprint(model: ModelPatcher) -> str:
 
 def _stored(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yields a module's own parameters, and those of its buffers that files have."""
-    for name, weight in (module._parameters | module._buffers).items():
+    for name, weight in sorted((module._parameters | module._buffers).items()):  # dynamic VRAM has another order
         if weight is not None and name not in module._non_persistent_buffers_set and not weight.is_meta:
             yield name, weight
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -138,6 +139,22 @@ def test_tokens_at_which_a_stage_fails_give_comfyuis_own_error_and_the_workers_s
         assert ENCODED not in log
         both(clips, "z image", TWO, **TOKENS_NODE)
         assert clips.workers() == before
+
+
+def test_a_killed_stage_is_named_and_the_next_prompt_is_in_stages_again(clips: Server) -> None:
+    long = json.dumps({"qwen3_4b": [[[number % 500, 1.0] for number in range(8000)]]})  # takes seconds
+    with limited(clips, 20, 20):
+        want, since = both(clips, "z image", TWO, **TOKENS_NODE), clips.client.now()
+        prompt = clips.client.queue(encoding("z image", TWO, class_type="CPTestEncodeTokens", tokens=long))
+        busy = ("loading", "sampling", "encoding")
+        clips.client.wait(lambda event: event.kind == "cp.status" and event.data["state"] in busy, 60, since)
+        time.sleep(0.5)
+        clips.workers()[1].kill()
+        with pytest.raises(NodeError, match=r"(?is)rank 1.*(SIGKILL|killed)"):
+            clips.client.finish(prompt, since=since, timeout=60)
+        at = clips.log_size()
+        assert torch.equal(both(clips, "z image", TWO, **TOKENS_NODE), want)
+        assert STAGED in clips.log(at)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ $COMFYUI_GGUF_PATH is a checkout of it."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from collections.abc import Iterator
@@ -13,23 +14,27 @@ import pytest
 import torch
 from torch import Tensor
 
+from ..zoo.encoder_options import OPTIONS
 from .cases import DEGREES
 from .client import Graph
 from .comfy import ComfyInstall
 from .graphs import Job, Parallel, sampling_graph, with_loras
 from .latents import apart, latent_of
 from .server import Server, running_server
+from .test_clip import LORA, PROMPT, encoding, result
 from .test_kin import node
+from .vae_graphs import TWO
 
 JOB = Job(family="flux_dev", cfg=2.0, size=(9, 14), prompt_tokens=(7, 12))
 BARS = [("ring_2", 1e-5), ("pipeline_2", 1e-5), pytest.param("1_worker", 1e-6, marks=pytest.mark.sweep)]
+PLAIN = {"class_type": "CLIPTextEncode", "text": PROMPT}
 KINDS = ("F16", "BF16", "Q8_0", "Q5_1", "Q4_0")
 WRITE = """
 import sys, gguf
 from safetensors.torch import load_file
-source, target, kind = sys.argv[1:]
+source, target, kind, arch = sys.argv[1:]
 kind = getattr(gguf.GGMLQuantizationType, kind)
-writer = gguf.GGUFWriter(target, arch="flux")
+writer = gguf.GGUFWriter(target, arch=arch)
 for name, tensor in load_file(source).items():
     plain = tensor.ndim < 2 or tensor.shape[-1] % 32
     held = gguf.GGMLQuantizationType.F32 if plain else kind
@@ -49,9 +54,12 @@ def gguf_server(comfy: ComfyInstall) -> Iterator[Server]:
     with running_server(comfy, packs=(pack,)) as server:
         folder = server.base / "models" / "diffusion_models"
         for kind in KINDS:
-            target = folder / f"{kind}.gguf"
-            subprocess.run([comfy.python, "-c", WRITE, folder / f"{JOB.family}.safetensors", target, kind], check=True)
+            write_gguf(comfy, folder / f"{JOB.family}.safetensors", folder / f"{kind}.gguf", kind, "flux")
         yield server
+
+
+def write_gguf(comfy: ComfyInstall, source: Path, target: Path, kind: str, arch: str) -> None:
+    subprocess.run([comfy.python, "-c", WRITE, source, target, kind, arch], check=True)
 
 
 def picture(kind: str, loader: str, parallel: Parallel | None, *, lora: bool = False) -> Graph:
@@ -117,3 +125,19 @@ def test_the_packs_other_loader_has_its_own_dtypes_in_the_workers_too(gguf_serve
 
     assert apart(sampled(DEGREES["ring_2"], "bfloat16"), want := sampled(None, "bfloat16")) <= 1e-5
     assert apart(sampled(None, "float32"), want) > 1e-4
+
+
+def test_a_gguf_text_encoder_stays_in_comfyuis_process_and_the_log_names_the_packs_class(gguf_server: Server) -> None:
+    gguf_server.write_tiny("text_encoders")
+    folder = gguf_server.base / "models" / "text_encoders"
+    write_gguf(gguf_server.comfy, folder / "t5xxl.safetensors", folder / "t5xxl.gguf", "Q8_0", "t5encoder")
+    gguf_server.client.post("/cp_test/environment", CP_TEST_CLIP_OPTIONS=json.dumps(OPTIONS))
+    files = {"clip_name1": "clip_l.safetensors", "clip_name2": "t5xxl.gguf", "type": "flux"}
+    for step in ((), (LORA,)):
+        native, ours = (encoding("flux", parallel, *step, **PLAIN) for parallel in (False, TWO))
+        native["clip"] = ours["loader"] = node("DualCLIPLoaderGGUF", **files)
+        want, since = result(gguf_server, native), gguf_server.log_size()
+        assert torch.equal(result(gguf_server, ours), want)
+        assert "encodes in ComfyUI's process: it is a" in gguf_server.log(since)
+        assert "GGUFModelPatcher, which is not ComfyUI's own" in gguf_server.log(since)
+    gguf_server.client.post("/cp_test/environment", CP_TEST_CLIP_OPTIONS=None)

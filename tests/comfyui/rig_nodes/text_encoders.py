@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,22 @@ from comfy_api.latest import io
 from safetensors.torch import save_file
 
 from .schemas import CATEGORY, schema
+
+
+def small(load: Callable[..., comfy.sd.CLIP]) -> Callable[..., comfy.sd.CLIP]:
+    """A loader of ComfyUI's with the options in CP_TEST_CLIP_OPTIONS, which its nodes do not have."""
+
+    def loading(*args: Any, **kwargs: Any) -> comfy.sd.CLIP:
+        call = inspect.signature(load).bind(*args, **kwargs)
+        chosen = json.loads(os.environ.get("CP_TEST_CLIP_OPTIONS", "{}"))
+        call.arguments["model_options"] = chosen | call.arguments.get("model_options", {})
+        return load(*call.args, **call.kwargs)
+
+    return loading
+
+
+comfy.sd.load_clip = small(comfy.sd.load_clip)
+comfy.sd.load_text_encoder_state_dicts = small(comfy.sd.load_text_encoder_state_dicts)
 
 
 class LoadClip(io.ComfyNode):
@@ -53,6 +72,15 @@ class ChangeClip(io.ComfyNode):
         elif how == "injected":
             nothing = comfy.patcher_extension.PatcherInjection(lambda _: None, lambda _: None)
             made.patcher.set_injections("a_pack", [nothing])
+        else:  # in place, of a matrix
+            with torch.no_grad():
+                weight = made.patcher.model.clip_l.transformer.text_model.encoder.layers[0].mlp.fc1.weight
+                if how == "a column":
+                    weight[:, 3] *= 2
+                elif how == "all":
+                    weight *= 2
+                elif how == "a layer":
+                    made.patcher.model.clip_l.transformer.text_model.encoder.layers[0].mlp.fc1 = torch.nn.Identity()
         return io.NodeOutput(made)
 
 
