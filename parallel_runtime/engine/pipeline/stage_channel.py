@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...errors import Refused
+from ...errors import Refused, Unsplittable
 from ..comm.collectives import Pending, allocate
 from ..comm.mesh import MeshDim
 from ..comm.votes import any_rank
@@ -56,7 +56,7 @@ class StageChannel:
         received = [self._recv(peer, layout, like[0].device) for layout in layouts]
         shapes, expected = [list(x.shape) for x in received], [list(x.shape) for x in like]
         if shapes != expected:
-            raise Refused("stage.shapes", widget="pipeline_degree", shapes=str(shapes), expected=str(expected))
+            raise Unsplittable(f"a stage was given tokens of {shapes} and expected {expected}", "pipeline_degree")
         return received
 
     def send_end(self) -> None:

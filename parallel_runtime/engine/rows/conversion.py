@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...errors import Refused
+from ...errors import Unsplittable
 from ...specs import VAEMethod
 from ..comm.mesh import MeshDim
 from ..split.streams import chunk_sizes
@@ -36,7 +36,7 @@ def share_of(x: Tensor, unit: int, ranks: MeshDim) -> Share:
     dim = -2 if x.shape[-2] >= x.shape[-1] else -1
     units, left = divmod(x.shape[dim], unit)
     if left:
-        raise Refused("rows.multiple", pixels=x.shape[dim], unit=unit)
+        raise Unsplittable(f"{x.shape[dim]} pixels are not a multiple of the {unit} that make a row of the latent")
     return Share(ranks=ranks, dim=dim, units=chunk_sizes(units, ranks.parts))
 
 
@@ -98,7 +98,7 @@ def _copy_out(output: Tensor, place: Tensor) -> None:
     if output.ndim == 4 and place.ndim == 5:  # of one frame, without the dim of time
         output = output.unsqueeze(2)
     if output.shape != place.shape:
-        raise Refused("rows.shape", shape=str(tuple(output.shape)), expected=str(tuple(place.shape)))
+        raise Unsplittable(f"a worker made {tuple(output.shape)} where {tuple(place.shape)} was expected")
     dim = 2 if output.ndim == 5 else 0
     step = max(1, output.shape[dim] * PIECE_BYTES // max(1, output.numel() * output.element_size()))
     for piece, target in zip(output.split(step, dim), place.split(step, dim), strict=True):

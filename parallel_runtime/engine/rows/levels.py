@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...architectures.row_plan import sides_to_cut
 from ...architectures.split_plan import TEXT
-from ...errors import Refused
+from ...errors import Unsplittable
 from ..comm.collectives import all_gather_v
 from ..comm.mesh import MeshDim
 from ..split.streams import Streams, chunk_sizes
@@ -64,7 +64,7 @@ class Levels(Share):
         """Returns the level of this rank's rows of shape [..., H, W], or of all ranks' where it is the `full` picture.
         Raises NoLevel where there is none."""
         if (level := self._level(shape, full=full)) is None:
-            raise NoLevel("rows.level", name=what, shape=str(tuple(shape)), rows=self.rows, columns=self.across)
+            raise NoLevel(f"{what} of {tuple(shape)} belongs to no level of {self.rows} x {self.across}")
         return level
 
     def _level(self, shape: Sequence[int], *, full: bool) -> int | None:
@@ -134,7 +134,7 @@ class Levels(Share):
         return (rows, self.widths[level]) if self.dim == -2 else (self.widths[level], rows)
 
 
-class NoLevel(Refused):
+class NoLevel(Unsplittable):
     """Refuses a tensor whose size is of no level, on all ranks alike."""
 
 

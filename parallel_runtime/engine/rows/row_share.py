@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ...errors import Refused
+from ...errors import Unsplittable
 from ..comm.collectives import all_gather_v, allocate, send_recv
 from ..comm.mesh import MeshDim
 
@@ -50,7 +50,7 @@ class Share:
         """Returns the rows of each rank at the level of `x`. Raises Refused where `x` cannot be this rank's rows."""
         factor, left = divmod(x.shape[self.dim], self.local_units)
         if left:
-            raise Refused("rows.own", name=what, shape=str(tuple(x.shape)), dim=self.dim, own=self.local_units)
+            raise Unsplittable(f"{what} of {tuple(x.shape)}: dim {self.dim} is no multiple of {self.local_units} rows")
         return tuple(units * factor for units in self.units)
 
     def full_of(self, x: Tensor) -> Tensor | None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...architectures.autoencoders import Tiles
-from ...errors import Refused
+from ...errors import Unsplittable
 from ...specs import VAEMethod
 from ..comm.collectives import Pending, allocate, send_recv
 from ..comm.mesh import MeshDim
@@ -50,7 +50,7 @@ def run_tiles(
             return torch.empty(shape, dtype=tile.dtype, device=META)
         made: Tensor = compute(tile)
         if tuple(made.shape) != shape:
-            raise Refused("rows.shape", shape=str(tuple(made.shape)), expected=str(shape))
+            raise Unsplittable(f"a worker made {tuple(made.shape)} where {shape} was expected")
         if first:
             return made
         while sent:  # so that no more than one waits in memory for rank 0

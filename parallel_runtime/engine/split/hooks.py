@@ -32,7 +32,7 @@ from ...architectures.split_plan import (
     SplitSpec,
     Window,
 )
-from ...errors import Refused
+from ...errors import Unsplittable
 from .splitter import Splitter
 
 _Kind = inspect.Parameter
@@ -60,13 +60,8 @@ class Block:
         whole = {"transformer_options", *self.module_plan.unsplit_args} | functions
         known = self.specs.keys() | whole | framed
         if unknown := [str(name) for name, value in arguments.items() if value is not None and name not in known]:
-            raise Refused(
-                "arguments.unknown",
-                widget="ring_degree",
-                name=self.module_plan.name,
-                kind=type(self.module).__name__,
-                arguments=", ".join(unknown),
-            )
+            name = f"{self.module_plan.name} ({type(self.module).__name__})"
+            raise Unsplittable(f"{name} gets {', '.join(unknown)}, which its plan does not name")
 
     def arguments_by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:
         """Returns the arguments by name; by index where they have none."""
@@ -238,7 +233,7 @@ def _patch_local_frames(
     options, total = arguments["transformer_options"], splitter.total(streams)
     frames, *plane = options["grid_sizes"]
     if total != prod(options["grid_sizes"]):
-        raise Refused("tokens.frame", widget="ring_degree")
+        raise Unsplittable("InfiniteTalk with tokens that belong to no frame")
     part = _LocalFrames.of(splitter, streams[0], total, frames)
     audio = options["audio_embeds"][:, part.first : part.last]
     local = {**options, "grid_sizes": (part.last - part.first, *plane), "audio_embeds": audio}

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ...errors import Refused
+from ...errors import Refused, Unsplittable
 
 
 class TurnEnded(Exception):
@@ -105,13 +105,9 @@ class PipeFusion:
         if self._turn is None:
             return 0, length
         if self._current.lengths.get(stream) != length:
-            raise Refused(
-                "patches.changed",
-                widget="patches",
-                stream=stream,
-                tokens=length,
-                before=self._current.lengths.get(stream, 0),
-            )
+            before = self._current.lengths.get(stream, 0)
+            detail = f"{stream} has {length} tokens, and in the step before {before}, which its cached keys are of"
+            raise Unsplittable(detail, "patches")
         sizes = self._sizes[stream]
         return sum(sizes[: self._turn]), sizes[self._turn]
 
@@ -141,7 +137,7 @@ class PipeFusion:
         if self._turn < self._count - 1:
             return None
         if len(parts) != self._count:
-            raise Refused("patches.missing", widget="patches", name=where, count=len(parts), patches=self._count)
+            raise Unsplittable(f"only {len(parts)} of {self._count} patches of {where} arrived", "patches")
         return torch.cat(parts, dim)
 
 
@@ -157,7 +153,7 @@ def patch_sizes(lengths: Mapping[str, int], main: str, count: int) -> dict[str, 
     has fewer tokens of `main` in turn, at least one."""
     other_tokens, length = sum(lengths.values()) - lengths[main], lengths[main]
     if length < count:
-        raise Refused("patches.tokens.worker", widget="patches", patches=count, tokens=length)
+        raise Refused("patches.tokens", "patches", patches=count, tokens=length, most=length)
     first = min(max(1, -(-(other_tokens + length) // count) - other_tokens), length - count + 1)
     quotient, remainder = divmod(length - first, count - 1)
     later = [quotient + 1] * remainder + [quotient] * (count - 1 - remainder)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ...errors import Refused
+from ...errors import Unsplittable
 from ..comm.collectives import allocate, allocate_scratch
 from ..comm.mesh import MeshDim, Parts
 from .pipefusion import PipeFusion
@@ -137,7 +137,7 @@ class Streams:
         """Records the global length of `stream` [tokens]; Refused if this forward has recorded another one."""
         known = self._lengths.setdefault(stream, length)
         if known != length:
-            raise Refused("stream.length", name=where, tokens=length, stream=repr(stream), known=known)
+            raise Unsplittable(f"{where} has {length} tokens, but stream {stream!r} was split with {known} before")
 
     @property
     def lengths(self) -> dict[str, int]:
@@ -151,7 +151,7 @@ class Streams:
         """Returns the global length of `stream`; Refused before it is first split."""
         if stream not in self._lengths:
             seen = ", ".join(f"{name}={length}" for name, length in self._lengths.items()) or "none"
-            raise Refused("stream.early", stream=repr(stream), streams=str(seen))
+            raise Unsplittable(f"{stream!r} is used before the plan split it (so far: {seen})")
         return self._lengths[stream]
 
     def total(self, names: tuple[str, ...]) -> int:

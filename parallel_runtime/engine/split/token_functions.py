@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ...architectures.split_plan import TokenFunction
-from ...errors import Refused
+from ...errors import Unsplittable
 from ..comm.collectives import all_gather_v
 from ..comm.mesh import MeshDim
 from .streams import Streams
@@ -71,7 +71,7 @@ def _convolution(
     """Computes torch.nn.functional.conv1d of [batch, channels, local tokens] with the tokens next to them."""
     shape = [value if isinstance(value, int) else next(iter(value)) for value in (stride, padding, dilation)]
     if shape != [1, 1, 1] or weight.shape[2] != 3:
-        raise Refused("rows.padding", padding=f"{padding} of a kernel of {weight.shape[2]}")
+        raise Unsplittable(f"a convolution with padding {padding} of a kernel of {weight.shape[2]}")
     edges = torch.stack([x[..., :1], x[..., -1:]])[None]
     (by_rank,) = all_gather_v(edges, [1] * ranks.size, ranks).wait()
     outside, others = torch.zeros_like(x[..., :1]), [rank for rank, size in enumerate(sizes) if size]
