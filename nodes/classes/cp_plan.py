@@ -287,7 +287,7 @@ def _measure(
     """Samples a few steps with `request`, whose plan is `plan`, and on fewer devices with default degrees: the history
     keeps the seconds, as of every run. Skips a number of devices that is refused, for example for lack of memory."""
     devices = plan.placement.devices
-    runtime.history.measuring = True
+    runtime.history.purpose = "measure"
     try:
         for count in _device_counts(len(devices)):
             measured = request if count == len(devices) else request.with_default_degrees
@@ -297,7 +297,7 @@ def _measure(
             except Refused as refused:
                 log.warning("[CP] CP Plan cannot measure %d device(s): %s", count, refused)
     finally:
-        runtime.history.measuring = False
+        runtime.history.purpose = ""
 
 
 def _device_counts(devices: int) -> Sequence[int]:

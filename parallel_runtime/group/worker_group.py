@@ -130,8 +130,7 @@ class WorkerGroup:
                 answers = self._collect_answers(number, LOAD_SECONDS, on_step, watch, longest)
                 if self._kill_error is not None:  # its processes are ending, also where they have answered
                     raise self._kill_error
-        except Refused as refused:
-            self.activity.refused(refused.sentence)
+        except Refused:
             raise
         except ParallelError as error:
             raise self._lose(error) from None

@@ -107,6 +107,9 @@ def test_a_sampler_and_a_prompt_share_the_workers_and_none_is_loaded_twice(clips
     assert torch.equal(sampled(), want)
     assert "loaded in 0.0" in clips.log(since)
     assert clips.workers() == before
+    text, run = clips.client.get("/cp/status")["runs"][-2:]
+    assert ({*dict(text["phases"])}, text["steps"]) == ({"encoding"}, 0)
+    assert "encoding" not in dict(run["phases"]), "each is a row of its own"
 
 
 @pytest.fixture(scope="module")
