@@ -26,7 +26,7 @@ from .request_checks import (
     worker_limit,
 )
 from .run_plan import RunPlan
-from .seconds import alone_seconds_by_rank, are_heterogeneous, rotate_method_for, shares_by_speed
+from .seconds import are_heterogeneous, rotate_method_for, shares_by_speed, single_worker_seconds_by_rank
 from .work_shares import are_uneven, requested_shares, shares_have_no_effect
 
 
@@ -99,8 +99,8 @@ def _orders_to_leave_out(inputs: PlanInputs, default: RunPlan) -> Iterator[Seque
     work, profile, budgets = inputs.work, inputs.profile_of(default), inputs.capacity.ranks
     ranks = range(default.placement.world_size)
     if work is not None and profile is not None and are_heterogeneous(work, default.placement, profile):
-        alone = alone_seconds_by_rank(work, profile)
-        yield sorted(ranks, key=lambda rank: -alone[rank])
+        seconds = single_worker_seconds_by_rank(work, profile)
+        yield sorted(ranks, key=lambda rank: -seconds[rank])
     if len(budgets) == len(ranks) and max(budgets) > SIMILAR_RATIO * min(budgets):
         yield sorted(ranks, key=lambda rank: budgets[rank])
     if inputs.is_coupled:
@@ -314,7 +314,7 @@ def _automatic(memory: MemoryModel, before: WeightPlacement | None) -> Sequence[
     and all prompts at once before one by one, which costs replicated weights nothing, and others a second fetch. Where
     nothing fits these are the placements that need least."""
     for modes in (("replicate",), FETCHED_MODES):
-        for each in (memory, memory.one_by_one):
+        for each in (memory, memory.with_one_prompt_per_batch):
             if placements := [weights for mode in modes if (weights := _most_resident(mode, each, before)) is not None]:
                 return [(weights, each is memory) for weights in placements]
     return [(weights, False) for weights in memory.least_placements]

@@ -71,7 +71,7 @@ class Conversion:
 
     def self_test(self, x: Tensor, full_share: Share) -> float:
         """Tests a VAE's class by a small input on the ranks of `full_share`, the share of `x`, against the same one on
-        this rank alone. Collective.
+        this rank only. Collective.
 
         Finds what the mode cannot see of functions that read other rows (indexing, concatenation, products along rows).
         Returns the relative L2 distance of this rank's rows, for an input like `x`; NaN where they are not finite.
@@ -79,10 +79,10 @@ class Conversion:
         ranks, dim, unit = full_share.ranks, full_share.dim, x.shape[full_share.dim] // sum(full_share.units)
         total = 2 * ranks.size
         share = Share(ranks=ranks, dim=dim, units=(2,) * ranks.size)
-        alone = Share(ranks=MeshDim(), dim=dim, units=(total,))
+        single_rank = Share(ranks=MeshDim(), dim=dim, units=(total,))
         small = _trial_input(x, self.method, total * unit, TRIAL_COLUMNS * unit, dim)
         runs = []
-        for part in (alone, share):
+        for part in (single_rank, share):
             torch.manual_seed(2)
             runs.append(self.run(small, part).float())
         full, local = runs

@@ -1,5 +1,5 @@
 """torch's functions on this rank's rows of a larger tensor: with the neighbours' rows, with all ranks' statistics or
-keys, on these rows alone where no other matters, or refused.
+keys, on these rows only where no other matters, or refused.
 
 A convolution is computed with zeros for the neighbours' rows while these travel; then the rows at an inner edge are
 computed again. No activation is copied for its halo.

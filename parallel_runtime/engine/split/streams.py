@@ -1,6 +1,6 @@
 """The token streams of the forward in progress: their lengths, and which of their tokens each rank has.
 
-Chunk sizes follow from the global token count alone, so that no size is ever sent. Values that depend only on the
+Chunk sizes follow from the global token count only, so that no size is ever sent. Values that depend only on the
 lengths, and scratch memory that layers share, are cached here until the forward is over.
 """
 
@@ -61,7 +61,7 @@ class LocalStream:
     """This rank's `local_tokens` of one stream. Its chunk, the tokens whose queries it computes, is `chunk_tokens` of
     them from `chunk_start` on.
 
-    A split stream has its chunk alone, a replicated one all tokens. For an empty chunk the rank has one dummy token,
+    A split stream has only its chunk, a replicated one all tokens. For an empty chunk the rank has one dummy token,
     which no attention and no gather sees: layers of diffusers reshape with -1, and fail on tensors of no elements.
     """
 
