@@ -16,7 +16,7 @@ import comfy.utils
 from comfy.model_management import throw_exception_if_processing_interrupted as check_interrupt
 from comfy_execution.utils import get_executing_context
 
-from ...parallel_runtime.errors import ParallelError, Refused, WorkerFailed
+from ...parallel_runtime.errors import ParallelError, Refused, WorkerFailed, WorkerLost, say
 from ...parallel_runtime.explain.plan_words import compared, why_replicated
 from ...parallel_runtime.group.history import LeasedFor, Size
 from ...parallel_runtime.group.runtime import runtime
@@ -53,6 +53,9 @@ def lease_workers(
         lease = Lease(group, spec)
         try:
             yield lease
+        except WorkerLost as lost:
+            lost.sentence = say("reason.why", reason=lost.sentence, why=say("died.next"))
+            raise
         finally:
             if lease.loaded is not None and after != "keep":
                 lease.loaded.free(after)
@@ -232,6 +235,8 @@ class Lease:
         workspace = [max(0, size - recorded) for size, recorded in each]
         for patcher, size in zip(patchers, sum_by_device(placement, workspace).values(), strict=True):
             comfy.model_management.load_models_gpu([patcher], memory_required=size)
+        if not self.spec.kind and not self.spec.text_encoder:
+            self.group.connect(plan.degrees, sharded=plan.sharded, watch=check_interrupt)
         if placement.devices[0] == "cpu" and not limits:
             return None
         if lack := self._find_shortage(needed, limits):
