@@ -187,7 +187,7 @@ def _explain(
     made = report(
         subject, plan, seen.inputs,
         free=[reading.free_bytes + reading.rank_bytes for reading in readings],
-        decode=decode, encode=encode, pace=pace, troubles=troubles, compared=seen.compared,
+        decode=decode, encode=encode, pace=pace, paces=paces, troubles=troubles, compared=seen.compared,
     )  # fmt: skip
     fix = [asdict(change) for change in changes(requested, request)]
     measured = {"times": [_pace_json(one) for one in paces], "split": _setup_json(setup)}
