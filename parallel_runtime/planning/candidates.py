@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 
 from ..errors import Refused
 from ..specs import DEGREES, Parallelism, Placement, WeightPlacement, WeightsMode
@@ -111,13 +112,13 @@ def _products(inputs: PlanInputs, workers: int) -> Iterator[Parallelism]:
     """Yields every product of degrees by which `workers` could divide this network's work, whatever the request says,
     the preferred one first: no stages before some, prompts before the sequence, Ulysses before a ring."""
     divisible, heads, no_ring = inputs.network.divisible, inputs.network.heads, inputs.network.no_lse
-    for stages in _divisors(workers) if divisible else [1]:
+    for stages in _divisors(workers) if divisible else (1,):
         patches = inputs.request.options.token_patches if stages > 1 else 1
         options = replace(inputs.request.options, token_patches=patches)
         for data in _divisors(workers // stages):
             for cfg in (2, 1) if workers // (stages * data) % 2 == 0 else (1,):
                 sharing = workers // (stages * data * cfg)
-                for ring in _divisors(sharing) if divisible or sharing == 1 else []:
+                for ring in _divisors(sharing) if divisible or sharing == 1 else ():
                     if sharing // ring <= heads and (ring == 1 or (not no_ring and stages == 1)):
                         yield Parallelism(
                             options=options,
@@ -129,14 +130,16 @@ def _products(inputs: PlanInputs, workers: int) -> Iterator[Parallelism]:
                         )
 
 
-def _divisors(workers: int) -> list[int]:
-    return [degree for degree in range(1, workers + 1) if workers % degree == 0]
+@cache
+def _divisors(workers: int) -> tuple[int, ...]:
+    return tuple(degree for degree in range(1, workers + 1) if workers % degree == 0)
 
 
 def _nearest(inputs: PlanInputs) -> tuple[Parallelism, dict[str, int]]:
     """Returns the degrees of the least changed request that works, and its changes: the fewest widgets, then the least
     apart, then the most workers. The request's own degrees need too many workers or heads."""
-    request, every, options = inputs.request, range(1, worker_limit(inputs) + 1), []
+    request, options = inputs.request, []
+    every = range(request.nnodes, worker_limit(inputs) + 1, request.nnodes)
     asked = {name: getattr(request, name) for name in DEGREES}
     for degrees in (degrees for workers in every for degrees in _products(inputs, workers)):
         fix = {name: degree for name, degree in degrees.by_name.items() if asked[name] not in (0, degree)}

@@ -182,7 +182,7 @@ def test_recordings_go_before_a_model_is_unloaded_or_refused(alone: Group, tmp_p
 
 def test_comfyui_is_not_asked_for_gpus_that_workers_have(alone: Group) -> None:
     """To ask opens a CUDA context there, in ComfyUI's process."""
-    assert alone.run(f"{RESIDENCE}free_on_gpus_of_workers") == [([20, 16], [20, 16])]
+    assert alone.run(f"{RESIDENCE}free_on_gpus_of_workers") == [[[20, 16], [20, 16]]]
 
 
 @pytest.mark.usefixtures("demo")
