@@ -7,7 +7,7 @@ async def comfy_entrypoint():  # type: ignore[no-untyped-def]  # the type lives 
     """RuntimeError, which ComfyUI logs in one line, in one that lacks what we call."""
     from comfyui_version import __version__
 
-    from .parallel_runtime.versions import OLDEST, numbers
+    from .parallel_runtime import OLDEST, numbers
 
     if numbers(__version__) < numbers(OLDEST):
         raise RuntimeError(f"CP Sampler needs ComfyUI {OLDEST} or newer, and this is {__version__}; update ComfyUI")

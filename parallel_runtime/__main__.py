@@ -1,7 +1,5 @@
 """python -m parallel_runtime demo | join HOST:PORT | migrate WORKFLOW.json | packs | report"""
 
-from __future__ import annotations
-
 import importlib
 import sys
 
@@ -13,7 +11,7 @@ COMMANDS = {
     "join": (".commands.join", "lend this machine's devices to a ComfyUI on another"),
     "migrate": (".commands.migrate", "convert a saved workflow to CP samplers, or back with --back"),
     "packs": (".commands.installed_packs", "try which packs of custom nodes workers can import, and what it costs"),
-    "report": (".commands.report.command", "measure what this machine can do"),
+    "report": (".commands.report", "measure what this machine can do"),
 }
 MOVED = {"networks": "tests.networks"}
 

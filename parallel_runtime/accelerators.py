@@ -2,8 +2,6 @@
 Memory, streams and graphs of CUDA are asked by torch.cuda, the rest by torch.accelerator. Imports no torch.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -43,7 +41,7 @@ class AttentionKernel:
     needs `package`, by its import name, in `min_version` or newer (of the distribution of that name); "" for kernels of
     PyTorch itself. `function` of that package is called like flash_attn_func, with softmax_scale and
     return_attn_probs=True, and returns (output, log-sum-exp [B, heads, queries] of the scaled scores to base e, ...); a
-    kernel with "" has its own function in engine/kernels/registry.py.
+    kernel with "" has its own function in engine/attention/registry.py.
 
     It runs on these kinds of `devices`, with heads of up to `max_head_dim`, of a multiple of `head_multiple` (of
     `head_dims` only, if there are any), and takes a mask where `masks` is set. With `log_sum_exp` it also returns that

@@ -14,8 +14,6 @@ The sentences that users read stand by their code in locales/*/main.json: here i
 language. cpReport is CP Plan's, cpRefusals has refusals, cpDeaths how workers ended; cpDeveloper is English only.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

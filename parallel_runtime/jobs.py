@@ -1,7 +1,5 @@
 """The jobs that workers run: one dataclass a kind, of tensors and plain values. The model is sent beside the job."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -18,9 +18,9 @@ from parallel_runtime.planning.network_stats import NetworkStats
 from parallel_runtime.planning.plan_inputs import PlanInputs
 from parallel_runtime.request import EngineOptions, ParallelRequest, widgets
 
-choice = pytest.importorskip("parallel_runtime.engine.kernels.choice")
-kernels = pytest.importorskip("parallel_runtime.engine.kernels.dispatch")
-registry = pytest.importorskip("parallel_runtime.engine.kernels.registry")
+choice = pytest.importorskip("parallel_runtime.engine.attention.dispatch")
+kernels = pytest.importorskip("parallel_runtime.engine.attention.dispatch")
+registry = pytest.importorskip("parallel_runtime.engine.attention.registry")
 mesh = pytest.importorskip("parallel_runtime.engine.comm.mesh")
 masks = pytest.importorskip("parallel_runtime.engine.attention.masks")
 

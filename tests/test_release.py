@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from parallel_runtime.versions import OLDEST, TESTED
+from parallel_runtime import OLDEST, TESTED
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

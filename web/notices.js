@@ -22,13 +22,14 @@ let number = 0;
 export function startNotices() {
   /** @type {string | undefined} the last reason shown, or the one when this page opened */
   let lastReason;
+  let isTold = true; // or the next workers are starting, which may fail for the same reason
   /** @type {() => void} */
   let dismiss = () => {};
   follow((now, before) => {
     const failed = FAILED.includes(now.state) && now.loss;
     if (lastReason === undefined) lastReason = failed ? now.reason : "";
-    else if (failed && failed.settled && lastReason !== now.reason) {
-      lastReason = now.reason;
+    else if (failed && failed.settled && (lastReason !== now.reason || !isTold)) {
+      [lastReason, isTold] = [now.reason, true];
       dismiss();
       dismiss = tell("error", title(now), detail(now), Infinity, links(now));
     } else if (lastReason && ["idle", "loading", ...WORKING].includes(now.state)) {
@@ -36,7 +37,10 @@ export function startNotices() {
       dismiss();
       tell("success", say("toast.recovered"), say("toast.recovered.detail"), 5 * SECONDS);
     }
-    if (before.state !== now.state && now.state === "starting") dismiss(); // of the next run
+    if (before.state !== now.state && now.state === "starting") {
+      isTold = false;
+      dismiss(); // of the next run
+    }
     if (before.state !== "sampling" && now.state === "sampling" && now.world_size === 1) tellOfOneGpu();
   });
 }

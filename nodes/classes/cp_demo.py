@@ -7,7 +7,7 @@ from typing import Any
 import comfy.sd
 from comfy_api.latest import io
 
-from ...parallel_runtime.demo import MODEL, codec, words
+from ...parallel_runtime.demo import MODEL, words_and_pictures
 from .cp_config import CATEGORY
 
 
@@ -48,7 +48,7 @@ class CPDemoConditioning(io.ComfyNode):
 
     @classmethod
     def execute(cls, text: str) -> io.NodeOutput:
-        cross_attn, pooled = words.encode(text)
+        cross_attn, pooled = words_and_pictures.encode(text)
         return io.NodeOutput([[cross_attn, {"pooled_output": pooled}]])
 
 
@@ -66,4 +66,4 @@ class CPDemoDecode(io.ComfyNode):
 
     @classmethod
     def execute(cls, samples: dict[str, Any]) -> io.NodeOutput:
-        return io.NodeOutput(codec.decode(samples["samples"]))
+        return io.NodeOutput(words_and_pictures.decode(samples["samples"]))

@@ -16,12 +16,12 @@ import comfyui_version
 import torch
 from server import PromptServer
 
+from ...parallel_runtime import TESTED, numbers
 from ...parallel_runtime.errors import say_if, to_json
 from ...parallel_runtime.group.group_status import RankStatus, Status
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.planning.stage_blocks import blocks_of_rank
 from ...parallel_runtime.specs import Parallelism
-from ...parallel_runtime.versions import TESTED, numbers
 from ..describe.local_devices import gpus_json, visible_gpus
 from .settings import PACKAGES, refresh
 

@@ -5,8 +5,6 @@ columns, odd and uneven sizes; tests/rows compares them. MiniMax H3's was the sa
 of it. A VAE is known by its classes, never by a file's name. Knows only names.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

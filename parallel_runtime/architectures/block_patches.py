@@ -4,8 +4,6 @@ alone and so can run on a split sequence.
 Knows functions and classes by their names. Imports no torch, no ComfyUI.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 from collections.abc import Mapping, Sequence
@@ -97,8 +95,7 @@ def goes_by_frames(patch: Any) -> bool:
 
 
 def _declared(function: Any) -> str | None:
-    said: str | None = getattr(getattr(function, "func", function), DECLARED, None)  # a partial has none of its own
-    return said
+    return getattr(getattr(function, "func", function), DECLARED, None)  # a partial has none of its own
 
 
 def _is_one_of(names: Sequence[str], patch: Any) -> bool:

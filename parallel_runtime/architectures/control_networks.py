@@ -2,11 +2,9 @@
 added to, by rows for a UNet and by tokens for all others, so that no residual has to be gathered.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 
-from . import flux, hunyuan_dit, qwen_image, sd3
+from .images_in_two_streams import FLUX_PLAN, HUNYUAN_DIT_PLAN, QWEN_IMAGE_PLAN, SD3_PLAN
 from .row_plan import RowPlan
 from .split_plan import IMAGE, ModulePlan, Names, Split, SplitPlan
 
@@ -31,19 +29,19 @@ PLANS: dict[str, SplitPlan] = {
     "comfy.cldm.cldm:ControlNet": ControlRowPlan(
         (), depth=lambda net: len(net.channel_mult) + 2, forward="forward", averaged=("transformer_layes",)
     ),
-    "comfy.ldm.flux.controlnet:ControlNetFlux": _blocks_of(flux.PLAN, "comfy.ldm.flux.math"),
+    "comfy.ldm.flux.controlnet:ControlNetFlux": _blocks_of(FLUX_PLAN, "comfy.ldm.flux.math"),
     "comfy.ldm.qwen_image.controlnet:QwenImageControlNetModel": _blocks_of(
-        qwen_image.PLAN, "comfy.ldm.qwen_image.model"
+        QWEN_IMAGE_PLAN, "comfy.ldm.qwen_image.model"
     ),
     "comfy.ldm.qwen_image.controlnet:QwenImageFunControlNetModel": _blocks_of(
-        qwen_image.PLAN, transformer_blocks="control_blocks"
+        QWEN_IMAGE_PLAN, transformer_blocks="control_blocks"
     ),
-    "comfy.cldm.mmdit:ControlNet": _blocks_of(sd3.PLAN, _SD3_ATTENTION),
+    "comfy.cldm.mmdit:ControlNet": _blocks_of(SD3_PLAN, _SD3_ATTENTION),
     "comfy.cldm.dit_embedder:ControlNetEmbedder": SplitPlan(  # its blocks attend to the image alone
         (ModulePlan("transformer_blocks", {"x": Split(IMAGE)}, attends=IMAGE, unsplit_args=("c",)),),
         no_options=(_SD3_ATTENTION,),
     ),
-    "comfy.ldm.hydit.controlnet:HunYuanControlNet": _blocks_of(hunyuan_dit.PLAN, *hunyuan_dit.PLAN.no_options),
+    "comfy.ldm.hydit.controlnet:HunYuanControlNet": _blocks_of(HUNYUAN_DIT_PLAN, *HUNYUAN_DIT_PLAN.no_options),
 }
 
 

@@ -1,10 +1,10 @@
-"""How a network of convolutions is split: by rows of the picture at each of its levels. Imports no torch."""
-
-from __future__ import annotations
+"""How a network of convolutions is split: by rows of the picture at each of its levels; and the plans of UNets
+and Stable Cascade. Imports no torch.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from math import gcd
+from math import gcd, log2
 from typing import Any
 
 from .architecture import Architecture
@@ -136,3 +136,56 @@ def sides_to_cut(latent_shape: Sequence[int], depth: int, *, only_multiples: boo
         if len({-(-across // 2**level) for level in range(depth + 1)}) > depth:
             sides.append((dim, -(-latent_shape[dim] // 2**depth)))
     return sides
+
+
+UNET = RowArchitecture(
+    name="UNet",
+    kinds=("comfy.ldm.modules.diffusionmodules.openaimodel:UNetModel",),
+    plan=RowPlan((), depth=lambda net: len(net.channel_mult) - 1),
+    images_coupled=lambda net: net.use_temporal_resblocks,  # a video's: its batch are frames
+)
+
+
+def _halvings(net: Any) -> list[int]:
+    """How often each stack of blocks has its picture halved, from the first stack down; a stack sees patches."""
+    first = int(log2(net.embedding[0].downscale_factor))
+    steps = [any(getattr(part, "stride", 1) == (2, 2) for part in down.modules()) for down in net.down_downscalers]
+    return [first + sum(steps[: number + 1]) for number in range(len(steps))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CascadeArchitecture(RowArchitecture):
+    """An architecture whose blocks are in stacks, of which some run several times."""
+
+    def attentions(self, net: Any) -> list[Any]:
+        return [module.attn for module in net.modules() if type(module).__name__ == "Attention2D"]
+
+    def blocks(self, net: Any) -> Iterator[tuple[int, int, Any]]:
+        halvings = _halvings(net)
+        down = zip(halvings, net.down_repeat_mappers, net.down_blocks, strict=False)
+        up = zip(reversed(halvings), net.up_repeat_mappers, net.up_blocks, strict=False)
+        for level, mappers, stack in (*down, *up):
+            yield level, len(mappers) + 1, stack
+
+
+CASCADE = CascadeArchitecture(
+    name="Stable Cascade",
+    kinds=("comfy.ldm.cascade.stage_c:StageC", "comfy.ldm.cascade.stage_b:StageB"),
+    plan=CascadeRowPlan(
+        (),
+        depth=lambda net: _halvings(net)[-1],
+        first=lambda net: _halvings(net)[0],
+        attends=("attention",),
+        local=(),
+        local_below=(),
+        forward="forward",
+        fetched_classes=(),  # a stack that runs several times has no block that follows its last one
+        across_classes=("GlobalResponseNorm",),
+        resized=("effnet",),
+        refused_split=("pixels",),
+        only_multiples=True,  # at other sizes it resizes its pictures between levels
+    ),
+    sending_classes=("ResBlock", "GlobalResponseNorm"),
+    width=lambda net: net.embedding[1].out_channels,
+    fits=lambda net: not any(type(part).__name__ == "Upsample" for part in net.modules()),
+)

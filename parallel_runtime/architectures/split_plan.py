@@ -2,8 +2,6 @@
 tokens its attention runs. Argument names are the network's own. Knows no model, no torch and no ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property

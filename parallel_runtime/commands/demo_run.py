@@ -1,7 +1,5 @@
 """The whole path without ComfyUI and without downloads: two workers draw a picture, one worker checks it."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence
@@ -12,8 +10,8 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
-from ..demo import HEADS, codec, spec
-from ..demo.words import demo_job
+from ..demo import HEADS, spec, words_and_pictures
+from ..demo.words_and_pictures import demo_job
 from ..errors import ParallelError
 from ..group.machine_check import checked_plan
 from ..group.worker_group import Result, WorkerGroup
@@ -81,7 +79,7 @@ def draw(options: argparse.Namespace) -> list[DrawnRun]:
     request = ParallelRequest.of({"ring_degree": ring, "ulysses_degree": ulysses, "devices": devices})
     plan = checked_plan(PlanInputs(request=request, network=NetworkStats(heads=HEADS), gpus=gpus))
     generator = torch.Generator().manual_seed(options.seed)
-    noise = torch.randn(1, codec.CHANNELS, options.height // 8, options.width // 8, generator=generator)
+    noise = torch.randn(1, words_and_pictures.CHANNELS, options.height // 8, options.width // 8, generator=generator)
     job = demo_job(options.prompt, noise, steps=options.steps, cfg=options.cfg)
     runs = [run(plan, job)]
     if plan.placement.world_size > 1:
@@ -100,7 +98,7 @@ def run(plan: RunPlan, job: DemoJob) -> DrawnRun:
 
 
 def save(samples: Tensor, out: Path) -> None:
-    pixels = codec.decode(samples / codec.SCALE + codec.SHIFT)[0]
+    pixels = words_and_pictures.decode(samples / words_and_pictures.SCALE + words_and_pictures.SHIFT)[0]
     picture = Image.fromarray((pixels * 255).round().to(torch.uint8).numpy())
     picture.resize((picture.width * 4, picture.height * 4), Image.Resampling.BICUBIC).save(out)
 

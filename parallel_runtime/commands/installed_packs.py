@@ -1,8 +1,6 @@
 """python -m parallel_runtime packs: what each pack of custom nodes puts on models and replaces, and what its import
 costs a worker, or why a worker cannot import it. Each is tried in a process of its own, which ends again."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json
@@ -15,7 +13,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from ..errors import Refused
-from .report.command import add_comfyui, find_comfyui
+from .report import add_comfyui, find_comfyui
 
 log = logging.getLogger(__name__)
 

@@ -4,8 +4,6 @@ Starts this machine's workers when the other machine asks for them, ends them wh
 the next request.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os
@@ -20,8 +18,8 @@ from ..errors import ProtocolError, Refused
 from ..group.cluster import versions
 from ..group.endpoint import interface_of, parse
 from ..group.torchrun import Rendezvous, Torchrun
+from ..wire.channel import TOKEN_FILE, TcpChannel, read_key
 from ..wire.messages import Denied, Ended, Invitation, Machine
-from ..wire.tcp_channel import TOKEN_FILE, TcpChannel, read_key
 
 RETRY_SECONDS = 1.0
 POLL_SECONDS = 0.05

@@ -6,8 +6,6 @@ CP nodes are connected to it, as ComfyUI's page does it. --back leaves the CP Pa
 and this pack's other nodes, and names them.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json

@@ -1,8 +1,6 @@
 """Tries the packs of a ComfyUI one after the other, each in a process of its own that has imported what a worker has,
 and prints a line of JSON for each: a process of `packs`."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import math

@@ -3,8 +3,6 @@
 Knows no ComfyUI and no parallelism.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any

@@ -24,16 +24,12 @@ from ..errors import Refused, Unsplittable
 from ..specs import Parallelism
 from .attention.attention_override import OVERRIDE, AttentionOverride, wrap_modules
 from .attention.head_functions import TORCH, HeadAttention
+from .comm.collectives import any_rank, shared_input_scales
 from .comm.mesh import ContextMesh
-from .comm.nvfp4_scales import shared_input_scales
-from .comm.votes import any_rank
-from .rows.control_rows import ControlRowDivision
-from .rows.row_division import CascadeDivision, RowDivision
-from .split.hooks import Block, add_hooks, blocks_of_plan, run_on_frames
-from .split.pipefusion import PipeFusion, TurnEnded
+from .rows.row_division import CascadeDivision, ControlRowDivision, RowDivision
+from .split.hooks import Block, add_hooks, blocks_of_plan, run_on_frames, with_all_tokens
 from .split.splitter import Residuals, Splitter
-from .split.streams import PARALLELIZED
-from .split.token_functions import with_all_tokens
+from .split.streams import PARALLELIZED, PipeFusion, TurnEnded
 
 T = TypeVar("T")
 
@@ -150,9 +146,9 @@ class _TokenDivision(ExitStack):
                 self.enter_context(module.register_forward_hook(self._leave, always_call=True))
             else:
                 self._replace(module, _scoped(module.forward, self._override.active_scopes, scope))
-        if (frames := block.module_plan.frames) is not None:
+        if (frames := plan.frames) is not None:
             self._replace(block.module, partial(run_on_frames, block, frames, self.streams, block.module.forward))
-        for name, function in block.module_plan.token_functions.items():
+        for name, function in plan.token_functions.items():
             module, stream = block.module.get_submodule(name), self._plan.main_stream
             self._replace(module, with_all_tokens(module.forward, function, stream, self.streams, self._ranks))
         self._divide_functions(block)

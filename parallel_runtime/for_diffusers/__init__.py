@@ -3,7 +3,7 @@
 It uses the engine, which does not know it; nothing that samples in ComfyUI passes through it.
 Only here and in the demo is diffusers imported. README.md documents it, example.py runs.
 
-attaching   attach and detach; adopting takes a caller's own mesh and diffusers' config
+attaching   attach and detach, with a caller's own mesh and diffusers' config
 plans       how diffusers' transformers are split
 processors  the one hook into diffusers' attention, and processors of ours where diffusers' own pass it by
 """
@@ -11,8 +11,7 @@ processors  the one hook into diffusers' attention, and processors of ours where
 from ..architectures.split_plan import SplitPlan
 from ..engine.comm.mesh import build_mesh
 from ..specs import Parallelism
-from .adopting import adopt_mesh, from_context_parallel_config
-from .attaching import attach, detach
+from .attaching import adopt_mesh, attach, detach, from_context_parallel_config
 from .plans import plan_of
 
 Plan = SplitPlan  # the name that scripts import

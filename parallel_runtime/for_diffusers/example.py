@@ -5,8 +5,6 @@
 Runs on a CPU too, and downloads nothing.
 """
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -4,8 +4,6 @@ Its own `_cp_plan`s say which tensors are split, not over which split streams an
 must stay full, or leave out what must be split. A class that is not here is refused: guessing would be silently wrong.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -9,8 +9,6 @@ Each processor of ours is diffusers' own, line by line the same arithmetic, with
 torch's call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import cache, partial
 from typing import Any
@@ -24,7 +22,7 @@ from diffusers.models.transformers.transformer_lumina2 import Lumina2AttnProcess
 from torch import Tensor, nn
 
 from ..engine.attention.context_attention import ContextAttention
-from ..engine.kernels.dispatch import attend
+from ..engine.attention.dispatch import attend
 from ..request import AttentionBackend
 
 

@@ -11,8 +11,7 @@ from typing import Any
 from ..errors import ParallelError, Refused, WorkerLost, WorkerStartError, say
 from ..jobs import EncodingJob, EvaluationJob, Job, VAEJob
 from ..specs import ModelSpec, Parallelism, Placement
-from ..wire.messages import Done, Heartbeat, Joined, Step
-from ..wire.readings import Busy, Readings
+from ..wire.messages import Busy, Done, Heartbeat, Joined, Readings, Step
 from .group_status import CONVERTING, RESTING, Loss, RankStatus, Stage, State, Status
 from .history import History, LeasedFor
 from .journal import Journal

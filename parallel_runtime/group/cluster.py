@@ -21,8 +21,8 @@ from torch.distributed import TCPStore
 from ..errors import Cause, ProtocolError, Refused, WorkerStartError, say
 from ..planning.device_names import parse_devices
 from ..specs import ComfySetup, Placement
+from ..wire.channel import TcpChannel, prove, read_key
 from ..wire.messages import Denied, Ended, Invitation, Machine
-from ..wire.tcp_channel import TcpChannel, prove, read_key
 from .endpoint import addresses, interface_of, listen, parse
 from .torchrun import GRACE_SECONDS, PACKAGE, Rendezvous
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ..specs import Parallelism, Placement
-from ..wire.readings import Busy, Readings
+from ..wire.messages import Busy, Readings
 
 State = Literal[
     "none", "starting", "unstarted", "loading", "sampling", "decoding", "encoding", "cancelling", "cancelled", "idle",

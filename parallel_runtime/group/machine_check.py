@@ -7,7 +7,7 @@ from ..errors import Refused
 from ..planning.candidates import default_plan
 from ..planning.plan_inputs import PlanInputs
 from ..planning.run_plan import RunPlan
-from ..wire.tcp_channel import read_key
+from ..wire.channel import read_key
 from . import endpoint
 
 

@@ -23,8 +23,8 @@ from typing import IO
 from .. import accelerators
 from ..accelerators import Transport
 from ..errors import Cause
+from ..wire.channel import KEY
 from ..wire.messages import Ended, decode
-from ..wire.tcp_channel import KEY
 from .journal import Journal
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -80,7 +80,7 @@ class Torchrun:
         report, agent_end = Pipe(duplex=False)
         workers = len(self._ranks)
         command = [
-            sys.executable, "-m", f"{PACKAGE.name}.worker.process.agent", str(agent_end.fileno()),
+            sys.executable, "-m", f"{PACKAGE.name}.worker.agent", str(agent_end.fileno()),
             f"--nproc-per-node={workers}", "--max-restarts=0", "--monitor-interval=0.1", "--log-dir", self.folder,
             f"--nnodes={meeting.machines}", "--rdzv-backend=cp-store", f"--rdzv-endpoint={meeting.store}",
             f"--rdzv-conf=machine={meeting.machine}",

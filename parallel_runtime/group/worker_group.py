@@ -15,8 +15,7 @@ from ..planning.share_balance import ShareBalance
 from ..request import AfterSampling
 from ..specs import ComfySetup, ModelSpec, Parallelism, Placement, WeightPlacement
 from ..wire.bundles import bundled
-from ..wire.messages import Cancel, Done, Measure, Run
-from ..wire.readings import Readings
+from ..wire.messages import Cancel, Done, Measure, Readings, Run
 from .activity import Activity
 from .group_status import BUSY
 from .launch import start_workers

@@ -38,14 +38,19 @@ def model_fingerprint(model: nn.Module, dtype: torch.dtype) -> str:
     """Fingerprints a model by its structure and samples of every weight, rounded to `dtype`. Weights may be on several
     devices."""
     built = repr([getattr(model, name, None) for name in BUILT_BY])
-    weights = (tensor for tensor in model.state_dict().values() if tensor.is_floating_point())
+    weights = (tensor for _, tensor in _by_name(model) if tensor.is_floating_point())
     return fingerprint(str(model), built, *(_sample(tensor).to(dtype) for tensor in weights))
 
 
 def structure_fingerprint(model: nn.Module) -> str:
     """Fingerprints a model by its layers and the shapes of its weights: some may be in no file."""
-    shapes = [(name, tuple(weight.shape)) for name, weight in model.state_dict().items()]
+    shapes = [(name, tuple(weight.shape)) for name, weight in _by_name(model)]
     return fingerprint(str(model), repr(shapes))
+
+
+def _by_name(model: nn.Module) -> list[tuple[str, Tensor]]:
+    # With dynamic VRAM a Linear of ComfyUI's has its weight and bias in the order in which the file holds them.
+    return sorted(model.state_dict().items(), key=lambda item: item[0])
 
 
 def stat_file(path: str) -> SourceFile:

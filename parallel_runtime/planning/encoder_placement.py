@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ..architectures.partition import Load, share_out
+from ..architectures.architecture import Load, share_out
 from ..errors import Refused, say
 from ..specs import BLOCK_BUFFERS, WeightPlacement
 from .misfit import size_in_words

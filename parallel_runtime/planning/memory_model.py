@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ..architectures.partition import Load, share_out
+from ..architectures.architecture import Load, share_out
 from ..specs import BLOCK_BUFFERS, Parallelism, WeightPlacement, WeightsMode
 from .network_stats import Work
 from .stage_blocks import cached_bytes_per_block, cached_key_value_bytes, outside_bytes, staged_weight_bytes

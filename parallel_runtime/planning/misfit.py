@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import Refused, Sentence, say
 from ..specs import Parallelism, Placement
-from ..wire.readings import Readings
+from ..wire.messages import Readings
 from .memory_model import FETCHED_MODES, MemoryModel
 from .stage_blocks import cached_key_value_bytes
 

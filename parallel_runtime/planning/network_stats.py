@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..architectures.partition import Load
+from ..architectures.architecture import Load
 from ..architectures.row_plan import RowLevel
 from ..specs import Parallelism
 

@@ -43,7 +43,7 @@ class CostModel:
     launch_seconds_per_layer_and_rank: float = 150e-6
     launch_seconds_per_layer_and_block: float = 190e-6
     lag_share: float = 0.1
-    # From these bytes of queries, keys and values of a rank Ulysses sends in two waves (engine/attention/ulysses.py):
+    # From these bytes of queries, keys and values of a rank Ulysses sends in two waves (MIN_HIDDEN_BYTES of Ulysses):
     # half of its transfers then hide behind the other wave's attention.
     two_waves_bytes: float = 32 << 20
     # From this speed all may send to all at once: through one bus or one network card they would wait for each other.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from ..architectures.partition import share_out
+from ..architectures.architecture import share_out
 from ..specs import Parallelism
 from .network_stats import NetworkStats, Work
 

@@ -4,8 +4,6 @@ The format already holds names, shapes and dtypes, the kernel already shares the
 cannot be left behind. What is not a tensor rides in the header's metadata as JSON. Knows nothing of who reads it.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import mmap

@@ -1,20 +1,32 @@
 """One socket between the host and one rank. When either end goes away the other sees EOF.
 
-A message is one packet of JSON; a bundle goes along as a file descriptor (SCM_RIGHTS). Knows no message by name.
+On one machine a message is one packet of JSON; a bundle goes along as a file descriptor (SCM_RIGHTS). Knows no message
+by name.
+
+A TcpChannel is one to another machine: the same messages over TCP, between ends that know one token. It carries no
+bundles. The kernel asks after a silent other end, so that a machine that is gone becomes an error within
+SILENCE_SECONDS. A message that has begun is whole within as many, or the other end counts as gone: who waits hears no
+cancel meanwhile. Each end answers a random challenge of the other with an HMAC of the token, which is never sent. What
+follows is neither encrypted nor signed: whoever can change packets on the way can take the connection over.
 """
 
 from __future__ import annotations
 
 import array
 import contextlib
+import hashlib
+import hmac
 import os
+import secrets
 import select
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
-from ..errors import ProtocolError
+from ..errors import ProtocolError, Refused
 from .messages import PACKET_BYTES, Message, decode, encode
 
 Kind = TypeVar("Kind")
@@ -131,3 +143,120 @@ def short_path(path: str) -> Iterator[str]:
         yield f"/proc/self/fd/{folder}/{os.path.basename(path)}"
     finally:
         os.close(folder)
+
+
+SILENCE_SECONDS = 8
+CONNECT_SECONDS = 5.0
+HANDSHAKE_SECONDS = 5.0
+LENGTH_BYTES = 4
+TOKEN_FILE = "CP_CLUSTER_TOKEN_FILE"
+TOKEN = "CP_CLUSTER_TOKEN"
+KEY = "CP_CLUSTER_KEY"  # from the process that read the token to the ranks that it starts
+MIN_TOKEN_BYTES = 16
+CHALLENGE_BYTES = PROOF_BYTES = 32
+
+
+class TcpChannel(Channel):
+    """A connected socket whose other end has proved that it knows the token."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(sock)
+        sock.settimeout(None)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENCE_SECONDS)
+
+    @classmethod
+    def call(cls, address: str, key: str) -> TcpChannel:
+        """Connects to host:port. Raises OSError where nobody listens, ConnectionAbortedError where who listens hangs
+        up before it asks for the token, and EOFError where the token is another."""
+        host, _, port = address.rpartition(":")
+        sock = socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS)
+        try:
+            if not prove(sock, key, host=False):
+                raise EOFError
+        except BaseException:
+            sock.close()
+            raise
+        return cls(sock)
+
+    @property
+    def addresses(self) -> tuple[str, str]:
+        """Returns the address of this end and that of the other one."""
+        return self._socket.getsockname()[0], self._socket.getpeername()[0]
+
+    def receive(self) -> tuple[Message, None]:
+        try:
+            ready(self._socket, select.POLLIN, None)
+            deadline = time.monotonic() + SILENCE_SECONDS
+            size = int.from_bytes(receive_exactly(self._socket, LENGTH_BYTES, deadline), "big")
+            if size > PACKET_BYTES:
+                raise ProtocolError(f"a message over {PACKET_BYTES} bytes")
+            return decode(receive_exactly(self._socket, size, deadline)), None
+        except OSError:  # the kernel gave the other side up, or it stopped in the middle
+            raise EOFError from None
+
+    def _send(self, message: Message, bundle: int | None, flags: int) -> None:
+        assert bundle is None, "a bundle stays on its machine"
+        data = encode(message)
+        with self._sending:
+            if flags & socket.MSG_DONTWAIT and not ready(self._socket, select.POLLOUT, 0):
+                raise BlockingIOError
+            self._socket.sendall(len(data).to_bytes(LENGTH_BYTES, "big") + data)
+
+
+def read_key(path: str | None = None) -> str:
+    """Returns a key made of the token in the file at `path`, else of what the environment names. Raises Refused."""
+    path = path or os.environ.get(TOKEN_FILE)
+    try:
+        token = Path(path).expanduser().read_bytes().strip() if path else os.environ.get(TOKEN, "").encode()
+    except OSError as error:
+        raise Refused("token.file", path=str(path), error=error.strerror) from None
+    if len(token) < MIN_TOKEN_BYTES:
+        count = f"{len(token)} characters" if token else "none"
+        raise Refused("token.short", least=MIN_TOKEN_BYTES, count=count, variable=TOKEN_FILE)
+    return hashlib.sha256(token).hexdigest()
+
+
+def prove(sock: socket.socket, key: str, *, host: bool) -> bool:
+    """Returns whether the other end has `key`, and shows it that this one has.
+
+    The end that called proves first, so that the one that listens proves nothing to strangers. Raises EOFError where
+    the other end hangs up once it could judge our key, ConnectionAbortedError where it does before, TimeoutError after
+    HANDSHAKE_SECONDS in all, and OSError.
+    """
+    deadline = time.monotonic() + HANDSHAKE_SECONDS
+    local_challenge = secrets.token_bytes(CHALLENGE_BYTES)
+    sock.sendall(local_challenge)
+    try:
+        remote_challenge = receive_exactly(sock, CHALLENGE_BYTES, deadline)
+    except EOFError:
+        raise ConnectionAbortedError("hung up before it asked for the token") from None
+    both = local_challenge + remote_challenge if host else remote_challenge + local_challenge
+    proofs = [hmac.digest(key.encode(), label + both, "sha256") for label in (b"host", b"guest")]
+    if not host:
+        sock.sendall(proofs[1])
+        return hmac.compare_digest(receive_exactly(sock, PROOF_BYTES, deadline), proofs[0])
+    if not hmac.compare_digest(receive_exactly(sock, PROOF_BYTES, deadline), proofs[1]):
+        return False
+    sock.sendall(proofs[0])
+    return True
+
+
+def receive_exactly(sock: socket.socket, size: int, deadline: float) -> bytes:
+    """Reads `size` bytes. Raises EOFError when the other side ends before, TimeoutError past the `deadline` by
+    time.monotonic()."""
+    parts = b""
+    while len(parts) < size:
+        if not ready(sock, select.POLLIN, deadline - time.monotonic()):
+            raise TimeoutError(f"{len(parts)} of {size} bytes came in time")
+        try:
+            part = sock.recv(size - len(parts))
+        except ConnectionResetError:
+            raise EOFError from None
+        if not part:
+            raise EOFError
+        parts += part
+    return parts

@@ -6,7 +6,7 @@ Each worker's stdout and stderr go into a FIFO of its own in the group's folder,
 import os
 import sys
 
-from .process.agent import AGENT_PID, die_with_parent
+from .agent import AGENT_PID, die_with_parent
 
 if __name__ == "__main__":
     die_with_parent(int(os.environ[AGENT_PID]))

@@ -1,7 +1,5 @@
 """The demo's denoising loop, which needs no ComfyUI: flow-matching Euler around diffusers' FLUX transformer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,13 +10,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ..demo import transformer
-from ..engine.comm.votes import refuse_on_all_ranks
+from ..engine.comm.collectives import refuse_on_all_ranks
 from ..for_diffusers import attach, detach
 from ..jobs import DemoJob, Job
 from ..specs import ModelSpec, Parallelism
 from .batch_groups import all_gather, local_items
 from .models import Model
-from .process.progress import Progress
+from .progress import Progress
 
 
 @dataclass(eq=False)

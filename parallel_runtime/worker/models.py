@@ -1,7 +1,5 @@
 """The models of this rank: loaded when a job names one, parallelized as it asks, and kept until the host frees them."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -16,23 +14,21 @@ from ..architectures import Architecture
 from ..architectures.network_modules import blocks_of
 from ..architectures.row_plan import RowPlan
 from ..engine.attention.attention_override import backend_override
-from ..engine.comm.collectives import all_to_all
-from ..engine.comm.device_events import BlockCounter, event_factory
-from ..engine.comm.device_memory import can_allocate, empty_cache
+from ..engine.comm.collectives import all_to_all, any_rank, refuse_on_all_ranks
 from ..engine.comm.mesh import ContextMesh, GroupState, MeshDim, build_mesh, end_groups, with_new_group
-from ..engine.comm.votes import any_rank, refuse_on_all_ranks
-from ..engine.graphs.block_compile import compile_blocks
-from ..engine.graphs.graph_runner import GraphRunner
+from ..engine.comm.ranks import BlockCounter, can_allocate, empty_cache, event_factory
+from ..engine.cuda_graphs import compile_blocks
+from ..engine.graph_runner import GraphRunner
 from ..engine.parallelize import parallelize, unparallelize
-from ..engine.pipeline.stages import PlaceholderBlock, Stages
-from ..engine.weights.prefetch import Buffers, RankPlacement, rank_placement
+from ..engine.prefetch import Buffers, RankPlacement, rank_placement
+from ..engine.stages import PlaceholderBlock, Stages
 from ..jobs import Job
 from ..request import AfterSampling
 from ..specs import Compilation, ModelSpec, Parallelism, WeightPlacement
 from ..wire.messages import Run
 from .batch_groups import broadcast_if_unlike, data_parallel
-from .process.broadcast import check_files
-from .process.progress import Progress
+from .links import check_files
+from .progress import Progress
 
 CPU = torch.device("cpu")
 IDLE_MESHES = 2  # kept beside those that models are split over: users go back to degrees that they had
@@ -62,10 +58,7 @@ class Model:
 
     def __post_init__(self) -> None:
         self.graph_runner = GraphRunner(
-            self.network,
-            self.device,
-            eager_reason=self.unrecordable_reason,
-            before_timing=self.stop_comm_timer,
+            self.network, self.device, eager_reason=self.unrecordable_reason, before_timing=self.stop_comm_timer
         )
 
     @property

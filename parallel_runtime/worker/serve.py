@@ -1,51 +1,133 @@
-"""One rank's process: connect to the host, join the process group, run jobs until the host disconnects."""
-
-from __future__ import annotations
+"""One rank's process: connect to the host, join the process group, run jobs until the host disconnects; with the memory
+readings of this rank, and the message of an out-of-memory error.
+"""
 
 import contextlib
 import logging
 import os
+import resource
 import shutil
 import time
 import typing
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..architectures.network_modules import weight_bytes
 from ..demo import check_diffusers
-from ..engine.comm.device_events import event_factory
-from ..engine.comm.ranks import device_kind, join, rank, world_size
-from ..engine.comm.votes import differing_ranks
-from ..engine.graphs.block_compile import reporting_compilation, warm_compiler
-from ..errors import OutOfMemory, Refused
+from ..engine.comm.collectives import differing_ranks
+from ..engine.comm.ranks import (
+    cached_bytes,
+    device_kind,
+    event_factory,
+    free_bytes,
+    host_free_bytes,
+    join,
+    rank,
+    world_size,
+)
+from ..engine.cuda_graphs import reporting_compilation, warm_compiler
+from ..errors import OutOfMemory, Refused, Sentence, say
 from ..jobs import DemoJob, EvaluationJob, Job, VAEJob, answering_rank
 from ..specs import ComfySetup, Parallelism
 from ..wire.bundles import read_bundle, write_bundle
-from ..wire.channel import Channel
+from ..wire.channel import KEY, Channel, TcpChannel
 from ..wire.messages import (
     PROTOCOL,
     Cancel,
     Connected,
     Done,
     Failed,
+    Graphs,
     Joined,
     MapOutput,
     Measure,
+    ModelMemory,
+    Readings,
     Ready,
     Refusal,
     Run,
     Welcome,
 )
-from ..wire.readings import Readings
-from ..wire.tcp_channel import KEY, TcpChannel
-from .models import Load, Loop, Models
-from .process import speed_test
-from .process.agent import AGENT_PID, die_when, end_parent
-from .process.broadcast import payload
-from .process.progress import Cancelled, Progress
-from .process.rank_memory import is_out_of_memory, out_of_memory, readings
+from . import links
+from .agent import AGENT_PID, die_when, end_parent
+from .links import payload
+from .models import Load, Loop, Model, Models
+from .progress import Cancelled, Progress
+
+GIB = 1 << 30
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Returns whether `error` means out of memory; PyTorch's CPU allocator raises a plain RuntimeError."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+
+
+def out_of_memory(device: torch.device, models: Sequence[Model]) -> Sentence:
+    """Returns a sentence that says what filled the memory, and one that says what to do."""
+    sizes = [(model.name, weight_bytes(model.network) - model.nonresident_bytes) for model in models]
+    most, free = (size / GIB for size in (_peak_bytes(device), free_bytes(device)))
+    return say(
+        "died.memory",
+        device=str(device),
+        models=[say("died.memory.model", model=name, size=f"{size / GIB:.2f}") for name, size in sizes]
+        or say("died.memory.none"),
+        most=f"{most:.2f}",
+        free=f"{free:.2f}",
+    )
+
+
+def readings(device: torch.device, models: Sequence[Model]) -> Readings:
+    """Returns the memory readings of this rank, which the page shows and the host plans by."""
+    used, total = _used_and_total(device)
+    graphs = _sum([model.graph_runner.stats for model in models])
+    return Readings(
+        used,
+        total,
+        tuple(_model_memory(model, device) for model in models),
+        graphs=graphs,
+        free_bytes=free_bytes(device),
+        allocator_free_bytes=max(0, cached_bytes(device) - graphs.bytes),
+        host_free_bytes=host_free_bytes(),
+    )
+
+
+def _sum(stats: list[Graphs]) -> Graphs:
+    reasons = dict.fromkeys(reason for graphs in stats for reason in graphs.eager)
+    return Graphs(
+        keys=sum(graphs.keys for graphs in stats),
+        replays=sum(graphs.replays for graphs in stats),
+        bytes=sum(graphs.bytes for graphs in stats),
+        eager=tuple(reasons),
+    )
+
+
+def _model_memory(model: Model, device: torch.device) -> ModelMemory:
+    tensors = [*model.network.parameters(), *model.additional_weights]
+    resident = sum(tensor.nbytes for tensor in tensors if tensor.device.type == device.type) - model.nonresident_bytes
+    offloaded = sum(tensor.nbytes for tensor in tensors) - resident
+    return ModelMemory(model.spec.title, resident, offloaded, model.spec.fingerprint, model.graph_runner.stats.bytes)
+
+
+def _used_and_total(device: torch.device) -> tuple[int, int]:
+    """Returns (used, total) bytes: used by all processes on a GPU, by this one in main memory."""
+    if device.type != "cpu":
+        free, total = torch.accelerator.get_memory_info(device)
+        return total - free, total
+    page = os.sysconf("SC_PAGE_SIZE")
+    resident = int(Path("/proc/self/statm").read_text().split()[1])
+    return resident * page, os.sysconf("SC_PHYS_PAGES") * page
+
+
+def _peak_bytes(device: torch.device) -> int:
+    if device.type != "cpu":
+        return torch.accelerator.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
 
 TOKEN = "CP_TOKEN"
 
@@ -65,14 +147,14 @@ class Worker:
         link_bytes_per_second = 0.0
         if world_size() > 1:
             ring = self._models.mesh(Parallelism(ring_degree=world_size())).ring
-            link_bytes_per_second = speed_test.bytes_per_second(ring, self._device)
+            link_bytes_per_second = links.bytes_per_second(ring, self._device)
             self._models.group_state.heterogeneous = bool(differing_ranks(device_kind(self._device)))
         return Joined(
-            speed_test.flops_per_second(self._device),
+            links.flops_per_second(self._device),
             link_bytes_per_second,
-            speed_test.host_bytes_per_second(self._device),
+            links.host_bytes_per_second(self._device),
             self._readings(),
-            speed_test.attention_flops_per_second(self._device),
+            links.attention_flops_per_second(self._device),
         )
 
     def serve(self) -> None:
@@ -160,7 +242,7 @@ def main(address: str) -> None:
         assert isinstance(welcome, Welcome)
         device = torch.device(welcome.device)
         join(device, welcome.store, through_main_memory=welcome.through_main_memory)
-        speed_test.check_links(device)
+        links.check_links(device)
         channel.send(Connected())
         worker = Worker(channel, device, *_loops_and_loaders(welcome.comfy, device))
         channel.send(worker.joined())

@@ -2,8 +2,6 @@
 their last residual is added again. All ranks decide together, by all tokens. Knows no model family and no sampler.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ..architectures.split_plan import Names, SplitPlan
-from ..engine.comm.collectives import all_gather_v
+from ..engine.comm.collectives import all_gather_v, any_rank
 from ..engine.comm.mesh import ContextMesh, MeshDim
-from ..engine.comm.votes import any_rank
 from ..engine.parallelize import MAY_SKIP
 from ..engine.split.hooks import Block, blocks_of_module_plan
 from ..engine.split.streams import streams_of

@@ -14,8 +14,8 @@ from parallel_runtime.accelerators import KERNELS
 from parallel_runtime.architectures import Architecture, architecture_of
 from parallel_runtime.architectures.split_plan import Gather, SplitPlan
 from parallel_runtime.engine.attention.attention_override import backend_override
-from parallel_runtime.engine.kernels.dispatch import attend_block, attend_native
-from parallel_runtime.engine.kernels.registry import FUNCTIONS, KernelFunction
+from parallel_runtime.engine.attention.dispatch import attend_block, attend_native
+from parallel_runtime.engine.attention.registry import FUNCTIONS, KernelFunction
 from parallel_runtime.engine.parallelize import parallelize, unparallelize
 from parallel_runtime.engine.split import splitter
 from parallel_runtime.engine.split.streams import streams_of

@@ -11,7 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 from parallel_runtime.accelerators import KERNELS
-from parallel_runtime.engine.kernels import registry
+from parallel_runtime.engine.attention import registry
 
 from .cases import divided_forward, error, forward, made
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from parallel_runtime.architectures.network_modules import blocks_of
-from parallel_runtime.engine.graphs.block_compile import compile_blocks
+from parallel_runtime.engine.cuda_graphs import compile_blocks
 from parallel_runtime.engine.parallelize import parallelize, unparallelize
 from parallel_runtime.specs import Compilation
 

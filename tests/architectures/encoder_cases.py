@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_leaves
 
 from parallel_runtime.architectures.network_modules import encoder_units, weight_bytes
 from parallel_runtime.engine.comm.mesh import MeshDim
-from parallel_runtime.engine.pipeline.owned_modules import OwnedModules, RemoteModule
-from parallel_runtime.engine.weights.prefetch import BlockPrefetcher
-from parallel_runtime.engine.weights.sources import HostWeights
+from parallel_runtime.engine.prefetch import BlockPrefetcher
+from parallel_runtime.engine.stages import OwnedModules, RemoteModule
+from parallel_runtime.engine.weight_sources import HostWeights
 from parallel_runtime.errors import Refused
 
 from ..zoo.encoder_classes import ENCODERS

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel_runtime.architectures.stage_units import counts_of, why_not_in_patches
-from parallel_runtime.engine.attention import ulysses
-from parallel_runtime.engine.pipeline.stages import Stages
-from parallel_runtime.engine.split.pipefusion import PipeFusion
+from parallel_runtime.architectures.network_modules import counts_of, why_not_in_patches
+from parallel_runtime.engine.attention import ring_and_ulysses
+from parallel_runtime.engine.split.streams import PipeFusion
+from parallel_runtime.engine.stages import Stages
 from parallel_runtime.errors import Refused
 from parallel_runtime.request import EngineOptions
 from parallel_runtime.specs import Parallelism
@@ -101,11 +101,11 @@ def in_a_step(network: nn.Module, cut: Stages, step: list[Inputs], **options: An
 
 def two_waves(rank: int, world: int) -> dict[str, Any]:
     """`stale` where heads of all tokens would travel in two exchanges, and those of a patch in one."""
-    before, ulysses.MIN_HIDDEN_BYTES = ulysses.MIN_HIDDEN_BYTES, 150_000
+    before, ring_and_ulysses.MIN_HIDDEN_BYTES = ring_and_ulysses.MIN_HIDDEN_BYTES, 150_000
     try:
         return stale(rank, world, "wan", stages=2, patches=3, ulysses=2)
     finally:
-        ulysses.MIN_HIDDEN_BYTES = before
+        ring_and_ulysses.MIN_HIDDEN_BYTES = before
 
 
 def comes_and_goes(rank: int, world: int) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from parallel_runtime.architectures.network_modules import blocks_of, weight_bytes
 from parallel_runtime.engine.comm.mesh import build_mesh
 from parallel_runtime.engine.parallelize import parallelize, unparallelize
-from parallel_runtime.engine.pipeline.stages import Stages
-from parallel_runtime.engine.weights.prefetch import BlockPrefetcher, Buffers
-from parallel_runtime.engine.weights.sources import HostWeights
+from parallel_runtime.engine.prefetch import BlockPrefetcher, Buffers
+from parallel_runtime.engine.stages import Stages
+from parallel_runtime.engine.weight_sources import HostWeights
 from parallel_runtime.specs import Parallelism
 
 from ..zoo.calls import times

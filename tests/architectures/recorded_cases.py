@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel_runtime.engine.graphs import graph_runner
-from parallel_runtime.engine.graphs.graph_runner import GraphRunner
+from parallel_runtime.engine import graph_runner
+from parallel_runtime.engine.graph_runner import GraphRunner
 from parallel_runtime.engine.parallelize import parallelize, unparallelize
 
 from ..engine.meshes import mesh, parallelism

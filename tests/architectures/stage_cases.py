@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from parallel_runtime.architectures import Architecture
-from parallel_runtime.architectures.network_modules import weight_bytes
-from parallel_runtime.architectures.stage_units import units_of
+from parallel_runtime.architectures.network_modules import units_of, weight_bytes
 from parallel_runtime.engine.comm.mesh import ContextMesh, build_mesh
-from parallel_runtime.engine.pipeline.stages import PlaceholderBlock, Stages
+from parallel_runtime.engine.stages import PlaceholderBlock, Stages
 from parallel_runtime.errors import Refused
 from parallel_runtime.specs import Parallelism
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from parallel_runtime.architectures.network_modules import blocks_of, large_layers, weight_bytes
 from parallel_runtime.engine.comm.mesh import with_new_group
 from parallel_runtime.engine.parallelize import parallelize, unparallelize
-from parallel_runtime.engine.weights.prefetch import (
+from parallel_runtime.engine.prefetch import (
     BlockPrefetcher,
     Buffers,
     FetchedModule,
@@ -24,7 +24,7 @@ from parallel_runtime.engine.weights.prefetch import (
     WeightSource,
     offloaded_blocks,
 )
-from parallel_runtime.engine.weights.sources import HostWeights, ShardedWeights
+from parallel_runtime.engine.weight_sources import HostWeights, ShardedWeights
 
 from ..engine.meshes import mesh, parallelism
 from ..peak_memory import peak_bytes

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel_runtime.engine.graphs import graph_runner
+from parallel_runtime.engine import graph_runner
 
 LAYERS = 57  # as FLUX has
 VIEWS = ("view", "transpose", "narrow", "split", "slice", "permute", "select", "unsqueeze", "squeeze", "expand",

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from parallel_runtime.architectures import architecture_of
-from parallel_runtime.demo.words import encode
+from parallel_runtime.demo.words_and_pictures import encode
 from parallel_runtime.request import EngineOptions
 from parallel_runtime.specs import Parallelism
 

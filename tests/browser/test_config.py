@@ -208,7 +208,7 @@ def test_opening_more_options_is_no_step_to_undo(page: Any) -> None:
     page.get_by_role("button", name="16 more options").click()
     page.wait_for_function(f"({SHOWN})() === 19")
     page.evaluate(EDIT, ["nnodes", 2])
-    page.wait_for_function(f"({SHOWN})() === 19")
+    page.wait_for_function(f"({SHOWN})() === 20")  # rdzv_endpoint too
     assert page.evaluate(HISTORY) == [history[0] + 1, True], "an edit is one"
     page.keyboard.press("Control+z")
     page.wait_for_function(f"({SHOWN})() === 3")

@@ -290,7 +290,7 @@ def test_one_gpu_is_told_what_it_gains_and_a_failed_start_what_failed(page: Any)
         }"""
     )
     page.wait_for_function(WAS_SHOWN, arg="The GPU workers did not start")
-    assert page.evaluate("window.failures") == 1, "told once"
+    assert page.evaluate("window.failures") == 1, "the failure of the workers that started last"
     assert not page.evaluate(WAS_SHOWN, "worker died")
     page.wait_for_function(WAS_SHOWN, arg="the same result as KSampler")
 

@@ -26,7 +26,7 @@ runtime = pack_module("parallel_runtime.group.runtime").runtime
 run_plan = pack_module("parallel_runtime.planning.run_plan")
 stats, plan_inputs = (pack_module(f"parallel_runtime.planning.{name}") for name in ("network_stats", "plan_inputs"))
 specs, jobs = pack_module("parallel_runtime.specs"), pack_module("parallel_runtime.jobs")
-request, readings = pack_module("parallel_runtime.request"), pack_module("parallel_runtime.wire.readings")
+request, readings = pack_module("parallel_runtime.request"), pack_module("parallel_runtime.wire.messages")
 
 ONE = specs.Placement(devices=("cpu",))
 MODELS = [specs.ModelSpec(loader=specs.DEMO, weight_dtype=dtype) for dtype in ("float32", "bfloat16")]

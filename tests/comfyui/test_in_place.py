@@ -12,6 +12,7 @@ import torch
 
 from .cases import DEGREES
 from .client import Graph, NodeError
+from .comfy import DEVICE
 from .conditioning import text_of_unet
 from .graphs import Job, Parallel, sampling_graph, with_loras
 from .latents import apart, latent_of
@@ -128,6 +129,8 @@ REFUSED = {
 def test_a_network_whose_parts_or_weights_were_changed_in_place_is_refused_by_name(
     server: Server, kind: str, after: str
 ) -> None:
+    if DEVICE != "cpu" and kind in ("weights", "one weight", "columns"):
+        pytest.skip("dynamic VRAM maps files for reading: whoever writes to a weight ends ComfyUI")
     file, before = own_file(server, "flux_dev.safetensors"), server.children()
     if after == "a run":
         server.client.run(graph(file, "", RING_2))

@@ -137,7 +137,7 @@ def why_not_sent(rank: int, world: int, what: str) -> str:
 
 
 def _progress() -> Any:
-    readings, state = pack_module("parallel_runtime.wire.readings"), pack_module("parallel_runtime.engine.comm.mesh")
+    readings, state = pack_module("parallel_runtime.wire.messages"), pack_module("parallel_runtime.engine.comm.mesh")
     return sampling.Progress(Unheard(), 1, lambda: readings.Readings(0, 0), state.GroupState())
 
 

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from parallel_runtime.commands.report import command
-from parallel_runtime.commands.report.command import main
-from parallel_runtime.commands.report.flux_steps import placements
-from parallel_runtime.commands.report.page import in_a_line
+from parallel_runtime.commands import report
+from parallel_runtime.commands.report import main
+from parallel_runtime.commands.report_measuring import in_a_line, placements
 from parallel_runtime.errors import Refused
 
 from ..comfyui.comfy import OUR_ROOT, find_comfy, why_there_is_none
@@ -57,7 +56,7 @@ def test_workers_that_fail_are_a_row_and_the_next_ones_are_measured(tmp_path: Pa
 
 @pytest.fixture
 def no_comfyui(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "find_comfyui", lambda _: "")
+    monkeypatch.setattr(report, "find_comfyui", lambda _: "")
 
 
 BRIEF = ("--devices", "cpu")

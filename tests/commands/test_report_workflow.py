@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from parallel_runtime.commands.report.command import main
-from parallel_runtime.commands.report.workflow import summary
+from parallel_runtime.commands.report import main
+from parallel_runtime.commands.report_workflow import summary
 from parallel_runtime.errors import Refused
 
 SECRET = "a portrait of my neighbour"

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from parallel_runtime.demo import codec
+from parallel_runtime.demo import words_and_pictures
 
 from ..demo_training.draw import COLOURS, SHAPES, Picture, draw
 from ..demo_training.fitting import encode
@@ -33,7 +33,7 @@ STAR = Picture(shape="star", colour="red", background="white", x=0.1, y=-0.1, ra
 def test_a_round_trip_keeps_the_picture() -> None:
     for shape in SHAPES:
         image = draw(replace(STAR, shape=shape), 128, 192)
-        again = codec.decode(encode(image[None]))[0].permute(2, 0, 1)
+        again = words_and_pictures.decode(encode(image[None]))[0].permute(2, 0, 1)
         assert -10 * math.log10((again - image).square().mean()) > 25
 
 
@@ -71,7 +71,10 @@ def test_the_judge_sees_nothing_in_noise() -> None:
     for _ in range(5):
         assert judge(torch.rand(128, 128, 3, generator=generator)).shape == ""
         static = torch.randn(1, 16, 16, 16, generator=generator)
-        assert judge(codec.decode(static / codec.SCALE + codec.SHIFT)[0]).shape == ""
+        assert (
+            judge(words_and_pictures.decode(static / words_and_pictures.SCALE + words_and_pictures.SHIFT)[0]).shape
+            == ""
+        )
 
 
 def test_the_judge_sees_nothing_on_an_empty_canvas() -> None:

@@ -7,7 +7,16 @@ import random
 import pytest
 import torch
 
-from parallel_runtime.demo.words import COLOURS, LONGEST, REGISTERS, SHAPES, WIDTH, encode, parse, vocabulary
+from parallel_runtime.demo.words_and_pictures import (
+    COLOURS,
+    LONGEST,
+    REGISTERS,
+    SHAPES,
+    WIDTH,
+    encode,
+    parse,
+    vocabulary,
+)
 
 from ..demo_training import draw
 from ..demo_training.subjects import any_picture, any_wording

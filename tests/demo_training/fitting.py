@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from parallel_runtime.demo.codec import CHANNELS, PATCH, SCALE, SHIFT, tensors
+from parallel_runtime.demo.words_and_pictures import CHANNELS, PATCH, SCALE, SHIFT, tensors
 
 
 def encode(image: Tensor) -> Tensor:

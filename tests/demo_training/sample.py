@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_runtime.demo import codec
-from parallel_runtime.demo.words import conditions
+from parallel_runtime.demo import words_and_pictures
+from parallel_runtime.demo.words_and_pictures import conditions
 
 Evaluate = Callable[[Tensor, Tensor, dict[str, Any]], Tensor]
 
@@ -29,4 +29,4 @@ def euler(evaluate: Evaluate, prompt: str, noise: Tensor, *, steps: int = 10, cf
             blind = evaluate(x, now[None], unconditional)
             velocity = blind + cfg * (velocity - blind)
         x = x + (then - now) * velocity
-    return codec.decode(x / codec.SCALE + codec.SHIFT)
+    return words_and_pictures.decode(x / words_and_pictures.SCALE + words_and_pictures.SHIFT)

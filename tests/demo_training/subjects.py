@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from parallel_runtime.demo.words import PLACES, SIZES
+from parallel_runtime.demo.words_and_pictures import PLACES, SIZES
 
 from .draw import COLOURS, SHAPES, Picture
 

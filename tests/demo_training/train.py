@@ -24,8 +24,8 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
 
-from parallel_runtime.demo import HEADS, codec, transformer
-from parallel_runtime.demo.words import WIDTH, encode
+from parallel_runtime.demo import HEADS, transformer, words_and_pictures
+from parallel_runtime.demo.words_and_pictures import WIDTH, encode
 
 from . import fitting
 from .draw import draw
@@ -92,7 +92,7 @@ def batch(rng: random.Random) -> tuple[Tensor, Tensor, Tensor]:
     silent = rng.random() < DROPPED
     conds = [encode("" if silent else prompt) for _, prompt in pairs]
     cross, pooled = (torch.cat(parts) for parts in zip(*conds, strict=True))
-    return (latents - codec.SHIFT) * codec.SCALE, cross, pooled
+    return (latents - words_and_pictures.SHIFT) * words_and_pictures.SCALE, cross, pooled
 
 
 def loss(evaluate: Evaluate, latents: Tensor, cross: Tensor, pooled: Tensor) -> Tensor:
@@ -201,10 +201,10 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(args.threads)
     run = start(args.seed)
-    if not codec.FILE.exists():
+    if not words_and_pictures.FILE.exists():
         rng = random.Random(args.seed)
         drawn = [any_picture(rng, any_wording(rng), 128, 128)[0] for _ in range(2000)]
-        save_file(fitting.fit([draw(picture, 128, 128) for picture in drawn]), codec.FILE)
+        save_file(fitting.fit([draw(picture, 128, 128) for picture in drawn]), words_and_pictures.FILE)
     if args.resume:
         resume(run, args.out.with_suffix(".state"))
     if args.anew:

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_runtime.engine.attention import ulysses
+from parallel_runtime.engine.attention import ring_and_ulysses
 from parallel_runtime.engine.attention.context_attention import ContextAttention
+from parallel_runtime.engine.attention.dispatch import attend
 from parallel_runtime.engine.attention.masks import gather_key_mask
 from parallel_runtime.engine.comm import collectives
 from parallel_runtime.engine.comm.mesh import ContextMesh, MeshDim
-from parallel_runtime.engine.kernels.dispatch import attend
 from parallel_runtime.engine.split.streams import Streams, chunk_range
 from parallel_runtime.specs import Parallelism
 
@@ -40,11 +40,11 @@ def random_errors(
 
 def chunked_errors(rank: int, world: int, degrees: list[int], seeds: list[int], grouped: bool) -> list[float]:
     """The same where heads travel in chunks, as they do where much is sent."""
-    worth, ulysses.MIN_HIDDEN_BYTES = ulysses.MIN_HIDDEN_BYTES, 0
+    worth, ring_and_ulysses.MIN_HIDDEN_BYTES = ring_and_ulysses.MIN_HIDDEN_BYTES, 0
     try:
         return random_errors(rank, world, degrees, seeds, {}, grouped)
     finally:
-        ulysses.MIN_HIDDEN_BYTES = worth
+        ring_and_ulysses.MIN_HIDDEN_BYTES = worth
 
 
 def errors_of_layers(rank: int, world: int, degrees: list[int], seed: int) -> list[float]:

@@ -6,7 +6,7 @@ import torch
 import torch._dynamo  # before ranks are forked, and not in each of them
 from torch import Tensor, nn
 
-from parallel_runtime.engine.graphs.block_compile import compile_blocks
+from parallel_runtime.engine.cuda_graphs import compile_blocks
 from parallel_runtime.for_diffusers import attach
 from parallel_runtime.specs import Compilation
 

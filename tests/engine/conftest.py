@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from parallel_runtime.engine.graphs import cuda_graphs
+from parallel_runtime.engine import cuda_graphs
 
 from ..site.tape import TapeRecorder
 

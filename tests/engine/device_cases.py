@@ -10,16 +10,15 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
+from parallel_runtime.engine.comm.collectives import differing_ranks
 from parallel_runtime.engine.comm.mesh import GroupState, MeshDim
-from parallel_runtime.engine.comm.votes import differing_ranks
 from parallel_runtime.errors import Refused
 from parallel_runtime.jobs import DemoJob
 from parallel_runtime.specs import ModelSpec, Parallelism, WeightPlacement
 from parallel_runtime.wire.messages import Run
-from parallel_runtime.worker.batch_groups import broadcast_if_unlike
+from parallel_runtime.worker import batch_groups
+from parallel_runtime.worker.batch_groups import FUNCTIONS, SamplerNoise, broadcast_if_unlike
 from parallel_runtime.worker.models import Model, Models
-from parallel_runtime.worker.process import sampler_noise
-from parallel_runtime.worker.process.sampler_noise import FUNCTIONS, SamplerNoise
 
 from ..groups import flux_job
 from .meshes import mesh
@@ -114,7 +113,7 @@ def drawn_by_unlike_cards(
     and those drawn by CPU generators of unlike cards stayed its own."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}
     state, device = GroupState(heterogeneous=len(set(kinds)) > 1), torch.device("cpu")
-    with patch.object(sampler_noise, "generator_kind", lambda _: kinds[rank]):
+    with patch.object(batch_groups, "generator_kind", lambda _: kinds[rank]):
         noise = SamplerNoise(device, comfyui, state)
         latent = torch.zeros(1, 16, side, side)
         with UnlikeCard(threads[rank]):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from parallel_runtime.accelerators import FALLBACK, KERNELS
+from parallel_runtime.engine.attention import dispatch, registry
 from parallel_runtime.engine.attention.context_attention import ContextAttention
-from parallel_runtime.engine.kernels import dispatch, registry
 
 from . import cases
 from .meshes import mesh, parallelism

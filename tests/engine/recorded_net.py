@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel_runtime.engine.graphs.graph_runner import GraphRunner
+from parallel_runtime.engine.graph_runner import GraphRunner
 
 CPU = torch.device("cpu")
 

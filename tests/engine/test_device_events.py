@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 from parallel_runtime.engine.comm.collectives import Pending
-from parallel_runtime.engine.comm.device_events import BlockCounter, HostEvent, LaunchThrottle
 from parallel_runtime.engine.comm.mesh import GroupState
+from parallel_runtime.engine.comm.ranks import BlockCounter, HostEvent, LaunchThrottle
 from parallel_runtime.wire.channel import Channel
-from parallel_runtime.wire.messages import Cancel
-from parallel_runtime.wire.readings import Readings
-from parallel_runtime.worker.process.progress import Cancelled, Progress
+from parallel_runtime.wire.messages import Cancel, Readings
+from parallel_runtime.worker.progress import Cancelled, Progress
 
 EVALUATION = 0.15  # seconds that the device needs for one
 STEPS = 40

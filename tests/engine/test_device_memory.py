@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel_runtime.engine.comm import device_memory
+from parallel_runtime.engine.comm import ranks
 
 GIB = 1 << 30
 
@@ -30,18 +30,18 @@ GIB = 1 << 30
 def test_a_container_has_no_more_main_memory_than_its_limit_leaves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], free: float
 ) -> None:
-    monkeypatch.setattr(device_memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(ranks, "CGROUP", tmp_path)
     (tmp_path / "memory").mkdir()
     for name, text in files.items():
         (tmp_path / name).write_text(text + "\n")
-    assert device_memory.host_free_bytes() == free * GIB
+    assert ranks.host_free_bytes() == free * GIB
 
 
 @pytest.mark.parametrize("files", [{}, {"memory.max": "max", "memory.current": "1", "memory.stat": "inactive_file 0"}])
 def test_without_a_limit_it_is_the_machines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str]
 ) -> None:
-    monkeypatch.setattr(device_memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(ranks, "CGROUP", tmp_path)
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    assert device_memory.host_free_bytes() > GIB // 4
+    assert ranks.host_free_bytes() > GIB // 4

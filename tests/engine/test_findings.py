@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("diffusers")
 
-from parallel_runtime.engine.comm import device_memory  # noqa: E402
+from parallel_runtime.engine.comm import ranks  # noqa: E402
 from parallel_runtime.jobs import DemoJob  # noqa: E402
 from parallel_runtime.planning.memory_model import ACTIVATION_RESERVE_TENSORS, estimate_activation_bytes  # noqa: E402
 from parallel_runtime.planning.network_stats import NetworkStats  # noqa: E402
@@ -67,7 +67,7 @@ def test_giving_back_means_the_allocators_cache_on_every_kind_of_device(monkeypa
     calls: list[str] = []
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: calls.append("emptied"))
     for kind in ("cpu", "cuda", "xpu"):
-        device_memory.empty_cache(torch.device(kind))
+        ranks.empty_cache(torch.device(kind))
     assert calls == ["emptied", "emptied"]
 
 

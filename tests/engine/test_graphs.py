@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel_runtime.engine.graphs.cuda_graphs import Constants
+from parallel_runtime.engine.cuda_graphs import Constants
 
 AWAY = torch.device("meta")  # a device that is not the CPU, and is always there
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 from torch.profiler import profile
 
-from parallel_runtime.engine.weights.prefetch import RankPlacement
+from parallel_runtime.engine.prefetch import RankPlacement
 from parallel_runtime.jobs import DemoJob
 from parallel_runtime.request import AfterSampling
 from parallel_runtime.specs import ModelSpec, Parallelism, WeightPlacement

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from parallel_runtime.accelerators import FALLBACK, KERNELS, AttentionKernel
+from parallel_runtime.engine.attention.dispatch import AttentionKind, attend_block, choose_kernel
+from parallel_runtime.engine.attention.registry import FUNCTIONS, KernelFunction
 from parallel_runtime.engine.comm.mesh import GroupState, MeshDim
-from parallel_runtime.engine.kernels.choice import AttentionKind, choose_kernel
-from parallel_runtime.engine.kernels.dispatch import attend_block
-from parallel_runtime.engine.kernels.registry import FUNCTIONS, KernelFunction
 
 from .conftest import Groups
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel_runtime.engine.attention import ring, ulysses
+from parallel_runtime.engine.attention import ring_and_ulysses
 from parallel_runtime.engine.comm import collectives
 from parallel_runtime.engine.comm.mesh import MeshDim
 from parallel_runtime.engine.split.streams import Streams, chunk_range, chunk_sizes
@@ -66,12 +66,12 @@ def expected(tensors: Sequence[Tensor], parts: tuple[int, ...], chunk: int, chun
 def test_heads_are_packed_by_one_cat_of_at_most_four_dims(
     monkeypatch: pytest.MonkeyPatch, layout: str, batch: int, parts: tuple[int, ...], chunk: int
 ) -> None:
-    monkeypatch.setattr(ulysses, "all_to_all", lambda send, *_: send)
+    monkeypatch.setattr(ring_and_ulysses, "all_to_all", lambda send, *_: send)
     monkeypatch.setattr(collectives, "zeros", lambda shape, **options: torch.full(shape, torch.nan, **options))
     tensors = laid_out(layout, batch, TOKENS[1])
-    packed = ulysses.all_to_all_layout((HEADS,) * 3, parts, TOKENS, 1, batch, DIM, chunk, 2)
+    packed = ring_and_ulysses.all_to_all_layout((HEADS,) * 3, parts, TOKENS, 1, batch, DIM, chunk, 2)
     with Packing() as seen:
-        send: Any = ulysses.to_heads(tensors, packed, MeshDim(), Streams(MeshDim()), "queries")
+        send: Any = ring_and_ulysses.to_heads(tensors, packed, MeshDim(), Streams(MeshDim()), "queries")
     assert torch.equal(send, expected(tensors, parts, chunk, 2))
     joined = layout in ("tokens first", "in one")
     assert set(seen.dims) == {batch + 2 if joined else 4}
@@ -85,23 +85,26 @@ def test_heads_that_come_back_are_in_their_places(layout: str, batch: int) -> No
     want, *_ = laid_out(layout, batch, TOKENS[1])
     out = torch.empty_like(want)
     for chunk in (0, 1):
-        back = ulysses.all_to_all_layout((HEADS,), UNEVEN, TOKENS, 1, batch, DIM, chunk, 2)
-        ulysses.write_returned(expected([want], UNEVEN, chunk, 2), back, out)
+        back = ring_and_ulysses.all_to_all_layout((HEADS,), UNEVEN, TOKENS, 1, batch, DIM, chunk, 2)
+        ring_and_ulysses.write_returned(expected([want], UNEVEN, chunk, 2), back, out)
     assert torch.equal(out, want)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_blocks_of_a_ring_are_packed_by_one_cat_of_four_dims(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
     sent: list[Tensor] = []
-    monkeypatch.setattr(ring, "ring_send_recv", lambda block, *_: sent.append(block))
-    monkeypatch.setattr(
-        ring, "all_gather_others", lambda packed, *_: sent.append(packed) or SimpleNamespace(wait=lambda: [packed])
-    )
+    monkeypatch.setattr(ring_and_ulysses, "ring_send_recv", lambda block, *_: sent.append(block))
+
+    def gather(packed: Tensor, *_: Any) -> SimpleNamespace:
+        sent.append(packed)
+        return SimpleNamespace(wait=lambda: [packed])
+
+    monkeypatch.setattr(ring_and_ulysses, "all_gather_others", gather)
     key, value, _ = laid_out(layout, 2, 7)
     mesh_dim = MeshDim(size=2, index=0, ranks=(0, 1))
     with Packing() as seen:
-        next(ring.rotate((key, value), (7, 7), mesh_dim))
-        _, (_, (keys, values)) = ring.all_gather_blocks((key, value), (7, 7), mesh_dim)
+        next(ring_and_ulysses.rotate((key, value), (7, 7), mesh_dim))
+        _, (_, (keys, values)) = ring_and_ulysses.all_gather_blocks((key, value), (7, 7), mesh_dim)
     assert torch.equal(sent[0], torch.stack([key, value]))
     assert (torch.equal(keys, key), torch.equal(values, value)) == (True, True)
     assert (seen.dims, seen.others) == ([4, 4], [])

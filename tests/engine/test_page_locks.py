@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from parallel_runtime.engine.weights import sources
-from parallel_runtime.engine.weights.flat_block import FlatBlock
+from parallel_runtime.engine import weight_sources
+from parallel_runtime.engine.weight_sources import FlatBlock
 
 PEERS = 3  # processes of a machine: each has written a file of its own, and maps all
 
@@ -61,13 +61,15 @@ class Stream:
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """One process, with the file that it has written in the place of its peers', too."""
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(sources, "all_gather_int", lambda number, _: [number] * PEERS)
+    monkeypatch.setattr(weight_sources, "all_gather_int", lambda number, _: [number] * PEERS)
 
 
-def sealed(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> tuple[sources.HostWeights, nn.Linear, list[Tensor]]:
+def sealed(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> tuple[weight_sources.HostWeights, nn.Linear, list[Tensor]]:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     block = nn.Linear(8, 8)
-    copy = sources.HostWeights(torch.device("cuda", 0), range(PEERS), 0, staged=True)
+    copy = weight_sources.HostWeights(torch.device("cuda", 0), range(PEERS), 0, staged=True)
     copy._file_bytes = [0, FlatBlock(block).padded_bytes, FlatBlock(block).padded_bytes]  # what the peers have written
     copy.store(FlatBlock(block), block.weight)
     return copy, block, copy.seal()

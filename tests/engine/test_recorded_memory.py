@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parallel_runtime.engine.comm import device_memory
-from parallel_runtime.engine.graphs import graph_runner
-from parallel_runtime.engine.graphs.graph_runner import SLOWER, GraphRunner
+from parallel_runtime.engine import graph_runner
+from parallel_runtime.engine.comm import ranks
+from parallel_runtime.engine.graph_runner import SLOWER, GraphRunner
 from parallel_runtime.jobs import DemoJob
 from parallel_runtime.request import EngineOptions
 from parallel_runtime.specs import ModelSpec, Parallelism, WeightPlacement
 from parallel_runtime.wire.messages import Run
 from parallel_runtime.worker import models
 from parallel_runtime.worker.models import Model, Models
-from parallel_runtime.worker.process.rank_memory import readings
+from parallel_runtime.worker.serve import readings
 
 from ..fake_cuda import fake_group
 from ..groups import flux_job
@@ -39,17 +39,17 @@ class Device:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     made = Device(free=100 * MIB, spare=0)
-    monkeypatch.setattr(device_memory, "free_bytes", lambda _: made.free)
-    monkeypatch.setattr(device_memory, "cached_bytes", lambda _: made.spare)
+    monkeypatch.setattr(ranks, "free_bytes", lambda _: made.free)
+    monkeypatch.setattr(ranks, "cached_bytes", lambda _: made.spare)
     return made
 
 
 def test_memory_of_recordings_is_not_there_for_tensors(device: Device) -> None:
     device.free, device.spare = 5 * MIB, 8 * MIB
-    assert device_memory.can_allocate(AWAY, 10 * MIB, recorded_bytes=3 * MIB)
-    assert not device_memory.can_allocate(AWAY, 10 * MIB, recorded_bytes=4 * MIB)
-    assert not device_memory.can_allocate(AWAY, 6 * MIB, recorded_bytes=20 * MIB), "no more than there are"
-    assert device_memory.can_allocate(CPU, 10 * MIB, recorded_bytes=20 * MIB)
+    assert ranks.can_allocate(AWAY, 10 * MIB, recorded_bytes=3 * MIB)
+    assert not ranks.can_allocate(AWAY, 10 * MIB, recorded_bytes=4 * MIB)
+    assert not ranks.can_allocate(AWAY, 6 * MIB, recorded_bytes=20 * MIB), "no more than there are"
+    assert ranks.can_allocate(CPU, 10 * MIB, recorded_bytes=20 * MIB)
 
 
 def recorded(**settings: Any) -> tuple[nn.Module, GraphRunner]:

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parallel_runtime.engine.graphs import graph_runner
-from parallel_runtime.engine.graphs.graph_runner import MAX_RECORDINGS, MAX_UNREPLAYED
+from parallel_runtime.engine import graph_runner
+from parallel_runtime.engine.graph_runner import MAX_RECORDINGS, MAX_UNREPLAYED
 
 from ..site.tape import Tape, TapeRecorder
 from .recorded_net import Net, eagerly, inputs, made

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parallel_runtime.engine.graphs import graph_runner
+from parallel_runtime.engine import graph_runner
 from parallel_runtime.errors import Refused
 
 from ..site.tape import TapeRecorder

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from parallel_runtime.engine.attention.ulysses import head_chunks
+from parallel_runtime.engine.attention.ring_and_ulysses import head_chunks
 from parallel_runtime.engine.comm.mesh import ContextMesh, MeshDim
 from parallel_runtime.engine.split.streams import Streams, chunk_range, chunk_sizes
 from parallel_runtime.specs import Parallelism

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from parallel_runtime.engine import graph_runner
 from parallel_runtime.engine.attention.attention_override import backend_override
-from parallel_runtime.engine.comm.device_events import CommTimer, HostEvent
 from parallel_runtime.engine.comm.mesh import ContextMesh, MeshDim
-from parallel_runtime.engine.graphs import graph_runner
-from parallel_runtime.engine.graphs.graph_runner import NO_GAIN
+from parallel_runtime.engine.comm.ranks import CommTimer, HostEvent
+from parallel_runtime.engine.graph_runner import NO_GAIN
 from parallel_runtime.specs import ModelSpec
 from parallel_runtime.worker.models import Model
 

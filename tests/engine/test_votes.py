@@ -33,3 +33,7 @@ def test_what_one_rank_refuses_its_ring_refuses_and_nobody_else(groups: Groups) 
 
 def test_a_vote_of_gpus_is_no_waiting_of_theirs(groups: Groups) -> None:
     assert groups(2).run("tests.engine.vote_cases:waiting") == [[False, True]] * 2
+
+
+def test_no_rank_closes_the_weights_in_its_memory_before_all_have_mapped_them(groups: Groups) -> None:
+    assert groups(2).run("tests.engine.vote_cases:mapped_late") == [[1.0, 1.0, 1.0]] * 2

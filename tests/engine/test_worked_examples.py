@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from parallel_runtime.engine.attention.merge import Merge
+from parallel_runtime.engine.attention.ring_and_ulysses import Merge
 from parallel_runtime.engine.comm.mesh import MeshDim
 from parallel_runtime.engine.rows.levels import levels_of
 from parallel_runtime.engine.split.streams import chunk_sizes

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
+import time
+from unittest.mock import patch
 
-from parallel_runtime.engine.comm.votes import (
+import torch
+
+from parallel_runtime.engine import weight_sources
+from parallel_runtime.engine.comm.collectives import (
     all_gather_int,
     all_gather_ints,
     any_rank,
     differing_ranks,
     refuse_on_all_ranks,
 )
+from parallel_runtime.engine.weight_sources import FlatBlock, HostWeights
 from parallel_runtime.errors import Refused
 
 from .meshes import mesh
@@ -51,3 +57,23 @@ def waiting(rank: int, world: int) -> list[bool]:
     context.group_state.waited_seconds = 0.0
     any_rank(False, context)
     return [before is not None, context.group_state.waited_seconds > 0]
+
+
+def mapped_late(rank: int, world: int) -> list[float]:
+    """Weights in main memory where rank 1 is slow to map them, and rank 0 closes its own as soon as it has."""
+    os.environ["WORLD_SIZE"] = str(world)
+    layer = torch.nn.Linear(3, 1, bias=False)
+    torch.nn.init.ones_(layer.weight)
+    weights, block = HostWeights(torch.device("cpu"), range(world), rank, staged=False), FlatBlock(layer)
+    weights.store(block, torch.empty(0, dtype=torch.uint8))
+    map_file = weight_sources._map_file
+
+    def slowly(file: int, size: int) -> torch.Tensor:
+        time.sleep(0.5 * rank)
+        return map_file(file, size)
+
+    with patch.object(weight_sources, "_map_file", slowly):
+        (part,) = weights.seal()
+    if rank == 0:
+        weights.close()
+    return part.view(torch.float32)[:3].tolist()

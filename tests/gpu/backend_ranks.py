@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel_runtime.engine.attention.dispatch import attend, check_backend
 from parallel_runtime.engine.comm.mesh import ContextMesh, build_mesh
-from parallel_runtime.engine.kernels.dispatch import attend, check_backend
 
 from ..bench.report import measuring as report
 from ..bench.report.measuring import Measurement, measurement_of

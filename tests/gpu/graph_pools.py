@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel_runtime.engine.graphs import cuda_graphs
+from parallel_runtime.engine import cuda_graphs
 
 from ..bench.report.measuring import GIB, NO_GRAPHS, Case, Measurement, Setting
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallel_runtime.engine.weights.prefetch import Buffers
-from parallel_runtime.engine.weights.sources import HostWeights
+from parallel_runtime.engine.prefetch import Buffers
+from parallel_runtime.engine.weight_sources import HostWeights
 
 from ..bench.report.measuring import NEEDS_CUDA, Case, Measurement, Setting, clocked, mean_error
 from ..bench.report.network_cases import prefetched

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from parallel_runtime.engine import graph_runner
 from parallel_runtime.engine.comm.mesh import build_mesh
-from parallel_runtime.engine.graphs import graph_runner
 from parallel_runtime.planning.misfit import shortage
 from parallel_runtime.specs import ModelSpec, Parallelism, Placement
 from parallel_runtime.worker.models import Model
-from parallel_runtime.worker.process.rank_memory import readings
+from parallel_runtime.worker.serve import readings
 
 from ..bench.report.attention_cases import parallelisms
 from ..bench.report.measuring import GIB, NEEDS_CUDA, Case, Measurement, Setting, clocked, largest, mean_error, unbroken

@@ -20,7 +20,7 @@ from parallel_runtime.errors import Cause, WorkerDied, WorkerFailed
 from parallel_runtime.group import worker_group as group_module
 from parallel_runtime.group.worker_group import WorkerGroup
 from parallel_runtime.specs import Parallelism
-from parallel_runtime.worker.process import agent
+from parallel_runtime.worker import agent
 
 from ..groups import (
     Stop,

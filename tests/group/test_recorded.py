@@ -12,7 +12,7 @@ from parallel_runtime.group.activity import Activity
 from parallel_runtime.group.worker_group import WorkerGroup
 from parallel_runtime.request import EngineOptions
 from parallel_runtime.specs import ModelSpec, Parallelism
-from parallel_runtime.wire.readings import Graphs
+from parallel_runtime.wire.messages import Graphs
 
 from ..groups import Stop, flux_job, on_cpu, sabotage, samples, spec_of
 from ..zoo.checkpoints import write

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from parallel_runtime import demo
-from parallel_runtime.demo import codec
-from parallel_runtime.demo.words import demo_job
+from parallel_runtime.demo import words_and_pictures
+from parallel_runtime.demo.words_and_pictures import demo_job
 from parallel_runtime.errors import Refused
 from parallel_runtime.explain.plan_report import FLOAT8_ERROR, FLOAT8_RING_ERROR
 from parallel_runtime.group.worker_group import WorkerGroup
@@ -73,7 +73,7 @@ def test_two_workers_draw_what_one_draws(alone, pair, flux, parallelism, size, t
 
 
 def test_in_float8_the_demo_draws_as_far_off_as_cp_plan_says_and_exactly_again_without(alone, pair):
-    noise = torch.randn(1, codec.CHANNELS, 16, 16, generator=torch.Generator().manual_seed(0))
+    noise = torch.randn(1, words_and_pictures.CHANNELS, 16, 16, generator=torch.Generator().manual_seed(0))
     job = demo_job("a red circle on a white background", noise, steps=5, cfg=2.5)
 
     def drawn(group: WorkerGroup, parallelism: Parallelism) -> torch.Tensor:

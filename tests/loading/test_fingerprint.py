@@ -9,7 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parallel_runtime.loading.fingerprint import SAMPLES, file_fingerprint, fingerprint, model_fingerprint
+from parallel_runtime.loading.fingerprint import (
+    SAMPLES,
+    file_fingerprint,
+    fingerprint,
+    model_fingerprint,
+    structure_fingerprint,
+)
 
 from ..second_device import OnSecondDevice
 
@@ -87,6 +93,18 @@ def test_weights_that_changed_places_are_told() -> None:
     first, last = swapped[0], swapped[1]
     first.bias, last.bias = last.bias, first.bias
     assert model_fingerprint(swapped, torch.float32) != model_fingerprint(network(), torch.float32)
+
+
+def test_a_layer_whose_bias_was_registered_before_its_weight_is_the_same_layer() -> None:
+    """With dynamic VRAM ComfyUI makes a Linear without parameters, and adds them as they follow one another in the
+    file: CP CLIP and CP VAE ran in ComfyUI's process on every NVIDIA GPU."""
+    other = network()
+    for layer in other:
+        if layer._parameters:
+            layer._parameters = dict(reversed(layer._parameters.items()))
+    assert list(other.state_dict()) != list(network().state_dict())
+    assert model_fingerprint(other, torch.float32) == model_fingerprint(network(), torch.float32)
+    assert structure_fingerprint(other) == structure_fingerprint(network())
 
 
 def test_a_fingerprint_is_of_values_in_their_order_and_of_none_at_all() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from parallel_runtime.group.worker_group import WorkerGroup
 from parallel_runtime.specs import ModelSpec, Parallelism
-from parallel_runtime.wire.tcp_channel import TOKEN as TOKEN_VARIABLE
+from parallel_runtime.wire.channel import TOKEN as TOKEN_VARIABLE
 
 from ..groups import on_cpu, spec_of
 from ..zoo.checkpoints import write

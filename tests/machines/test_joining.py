@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 
 from parallel_runtime.commands.join import serve_one_group
-from parallel_runtime.engine.comm.rendezvous import NAME, register
+from parallel_runtime.engine.comm.ranks import RENDEZVOUS, register_rendezvous
 from parallel_runtime.errors import Refused, WorkerStartError
 from parallel_runtime.group import cluster
 from parallel_runtime.group import worker_group as group_module
@@ -27,9 +27,9 @@ from parallel_runtime.group.cluster import MAX_UNPROVEN, Cluster, Gate, RemoteMa
 from parallel_runtime.group.endpoint import check, interface_of, listen, parse
 from parallel_runtime.group.worker_group import WorkerGroup
 from parallel_runtime.specs import Placement
-from parallel_runtime.wire import tcp_channel
+from parallel_runtime.wire import channel
+from parallel_runtime.wire.channel import TOKEN, TOKEN_FILE, TcpChannel, read_key
 from parallel_runtime.wire.messages import Cancel, Ended, Invitation, Machine
-from parallel_runtime.wire.tcp_channel import TOKEN, TOKEN_FILE, TcpChannel, read_key
 
 from ..groups import flux_job, spec_of
 from ..zoo.checkpoints import write
@@ -97,7 +97,7 @@ def test_strangers_who_fill_every_place_do_not_keep_out_who_has_the_token(gate):
 
 
 def test_a_stranger_who_sends_a_byte_now_and_then_has_no_longer_than_anybody(gate, monkeypatch):
-    monkeypatch.setattr(tcp_channel, "HANDSHAKE_SECONDS", 0.3)
+    monkeypatch.setattr(channel, "HANDSHAKE_SECONDS", 0.3)
     with socket.create_connection(("127.0.0.1", int(address_of(gate).split(":")[1]))) as stranger:
         assert len(stranger.recv(32)) == 32
         stranger.settimeout(0.05)
@@ -158,7 +158,7 @@ def test_what_fails_beside_the_gate_leaves_no_gate(monkeypatch):
 def test_who_stops_in_the_middle_of_a_message_counts_as_gone(gate, monkeypatch, kind):
     guest = TcpChannel.call(address_of(gate), KEY)
     host = gate.arrivals.get(timeout=5)
-    monkeypatch.setattr(tcp_channel, "SILENCE_SECONDS", 0.3)
+    monkeypatch.setattr(channel, "SILENCE_SECONDS", 0.3)
     guest._socket.send(bytes(3))
     answers: list[object] = []
     ask = (lambda: host.greeting(Machine, 5)) if kind is Machine else RemoteMachine(host, (), "").ended
@@ -195,12 +195,12 @@ def test_nothing_that_a_stranger_writes_where_machines_meet_is_unpickled(monkeyp
 
     monkeypatch.setattr("pickle.loads", unpickled)
     monkeypatch.setattr("pickle.load", unpickled)
-    register()
+    register_rendezvous()
     store = TCPStore("127.0.0.1", 0, is_master=True)
     for prefix in ("", "machines/"):  # under the keys of torchrun's own rendezvous, too
         PrefixStore(prefix, store).set("torch.rendezvous.none", "a pickle of a stranger")
     for machine in (1, 0):
-        parameters = RendezvousParameters(NAME, f"127.0.0.1:{store.port}", "none", 2, 2, machine=str(machine))
+        parameters = RendezvousParameters(RENDEZVOUS, f"127.0.0.1:{store.port}", "none", 2, 2, machine=str(machine))
         met = rendezvous_handler_registry.create_handler(parameters).next_rendezvous()
         assert (met.rank, met.world_size) == (machine, 2)
         met.store.set(f"seen by {machine}", "")

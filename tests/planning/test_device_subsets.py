@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from parallel_runtime.architectures.partition import Load
+from parallel_runtime.architectures.architecture import Load
 from parallel_runtime.explain.plan_words import compared
 from parallel_runtime.planning.candidates import default_plan
 from parallel_runtime.planning.device_profile import DeviceProfile, Speed

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from parallel_runtime.architectures.row_plan import RowLevel
-from parallel_runtime.engine.attention.ulysses import MIN_HIDDEN_BYTES
+from parallel_runtime.engine.attention.ring_and_ulysses import MIN_HIDDEN_BYTES
 from parallel_runtime.planning.device_profile import DeviceProfile
 from parallel_runtime.planning.memory_model import (
     ALL_GATHERED_SHARE,

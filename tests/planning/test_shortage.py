@@ -8,7 +8,7 @@ import pytest
 
 from parallel_runtime.planning.misfit import Shortage, shortage
 from parallel_runtime.specs import ModelSpec, Placement, SourceFile
-from parallel_runtime.wire.readings import ModelMemory, Readings
+from parallel_runtime.wire.messages import ModelMemory, Readings
 
 GIB = 2**30
 TWO = Placement(devices=("cuda:0", "cuda:1"))

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from parallel_runtime.architectures.control_networks import ControlRowPlan, control_plan_of
 from parallel_runtime.engine.parallelize import parallelize_control, unparallelize
-from parallel_runtime.engine.rows.control_rows import ControlRowDivision
-from parallel_runtime.engine.rows.row_division import RowDivision
+from parallel_runtime.engine.rows.row_division import ControlRowDivision, RowDivision
 
 from ..engine.meshes import mesh, parallelism
 from ..zoo import row_calls

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from parallel_runtime.engine.comm.mesh import MeshDim
 from parallel_runtime.engine.rows.functions import group_norm
-from parallel_runtime.engine.rows.row_share import Share
+from parallel_runtime.engine.rows.levels import Share
 
 from .conftest import Divided
 from .names import COLUMNS, KINDS, NAMES, ROWS

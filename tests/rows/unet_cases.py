@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from parallel_runtime.architectures import architecture_of
 from parallel_runtime.architectures.row_plan import RowPlan
+from parallel_runtime.engine import graph_runner
 from parallel_runtime.engine.comm import collectives
-from parallel_runtime.engine.graphs import graph_runner
-from parallel_runtime.engine.graphs.graph_runner import GraphRunner
+from parallel_runtime.engine.graph_runner import GraphRunner
 from parallel_runtime.engine.parallelize import parallelize, unparallelize
 
 from ..engine.meshes import mesh, parallelism

@@ -23,20 +23,20 @@ PLACES = {  # module, function, which call of it
     "join": ("parallel_runtime.engine.comm.ranks", "join", 1),
     "received": ("parallel_runtime.engine.comm.collectives", "Pending.wait", 1),
     "connect": ("parallel_runtime.wire.channel", "Channel.connect", 1),
-    "start": ("parallel_runtime.worker.process.speed_test", "bytes_per_second", 1),
+    "start": ("parallel_runtime.worker.links", "bytes_per_second", 1),
     "load": ("parallel_runtime.worker.models", "check_files", 1),
     "loaded": ("parallel_runtime.worker.comfy_loop.comfy_model", "load", 1),
     "evaluation": ("parallel_runtime.worker.models", "Model.data_parallel", 3),
     "gather": ("parallel_runtime.engine.comm.collectives", "all_gather_v", 3),
-    "step": ("parallel_runtime.worker.process.progress", "Progress.step", 3),
-    "main_memory": ("parallel_runtime.engine.comm.device_memory", "host_free_bytes", 1),
-    "memory": ("parallel_runtime.worker.process.rank_memory", "readings", 1),
+    "step": ("parallel_runtime.worker.progress", "Progress.step", 3),
+    "main_memory": ("parallel_runtime.engine.comm.ranks", "host_free_bytes", 1),
+    "memory": ("parallel_runtime.worker.serve", "readings", 1),
     "reply": ("parallel_runtime.wire.channel", "Channel.send", 4),  # after Ready, Connected and Joined
     "attention": ("parallel_runtime.engine.attention.attention_override", "AttentionOverride._attend_split", 10),
     "convert": ("parallel_runtime.engine.rows.conversion", "Conversion.run", 1),
-    "record": ("parallel_runtime.engine.graphs.graph_runner", "GraphRunner._try_record", 1),
+    "record": ("parallel_runtime.engine.graph_runner", "GraphRunner._try_record", 1),
     "report": ("tests.bench.report.attention_cases", "mean_error", 3),
-    "attend": ("parallel_runtime.engine.kernels.dispatch", "attend", 10),
+    "attend": ("parallel_runtime.engine.attention.dispatch", "attend", 10),
     "kind": ("parallel_runtime.engine.comm.ranks", "device_kind", 1),
     "forward": ("parallel_runtime.demo.transformer", "evaluate", 2),
     "tokens": ("parallel_runtime.engine.attention.context_attention", "ContextAttention._run", 1),
@@ -74,7 +74,7 @@ def refuse_large(tensors: Sequence[Any]) -> None:
 
 def with_another_model(readings: Any) -> Any:
     """This rank says that it holds a model that nobody can take from it."""
-    from parallel_runtime.wire.readings import ModelMemory
+    from parallel_runtime.wire.messages import ModelMemory
 
     return dataclasses.replace(readings, weights=(*readings.weights, ModelMemory("somebody else's", 1 << 40)))
 

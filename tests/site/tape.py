@@ -13,7 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-RECORDING = "parallel_runtime.engine.graphs.graph_runner"
+RECORDING = "parallel_runtime.engine.graph_runner"
 READ_ON_THE_HOST = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 OF_SUCH = ("is_nonzero", "item", "equal", "allclose")  # made of operators that do
 

@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from parallel_runtime.worker.process.progress import Previews
+from parallel_runtime.worker.progress import Previews
 
 
 def test_on_the_cpu_a_step_is_sent_at_once() -> None:

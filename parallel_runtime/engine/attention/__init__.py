@@ -1,1 +1,1 @@
-"""One attention over ranks that each hold a part of the tokens: ring, Ulysses, merge, masks."""
+"""One attention over ranks that each hold a part of the tokens: ring, Ulysses, merge, masks; and its kernels."""

@@ -21,16 +21,15 @@ from torch import Tensor
 
 from ...accelerators import ANY_EXACT, FALLBACK, ring_backend
 from ...architectures.block_patches import attends_each_head, attention_called_by
-from ...architectures.split_plan import AttentionSpec, AttentionSpecs, Cross, Window
+from ...architectures.split_plan import AttentionSpecs, Cross, Window
 from ...errors import Refused, Unsplittable
 from ...request import AttentionBackend
 from ...specs import Parallelism
 from ..comm.mesh import ContextMesh
-from ..kernels.custom_op import attend_op, register
-from ..kernels.dispatch import try_kernel, warn_once
-from ..kernels.registry import FUNCTIONS
 from ..split.streams import Streams
 from .context_attention import ContextAttention
+from .dispatch import attend_op, register, try_kernel, warn_once
+from .registry import FUNCTIONS
 
 Attention = Callable[..., Tensor]  # ComfyUI's, called as its optimized_attention
 Override = Callable[..., Tensor]  # called with the native attention function, then with its arguments
@@ -54,8 +53,7 @@ class _NativeCall:
 
     @property
     def scale(self) -> float | None:
-        scale: float | None = self.options.get("scale")
-        return scale
+        return self.options.get("scale")
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, _: float | None = None) -> Tensor:
         """Takes and returns [B, tokens, heads, head size]; the scale is among the options."""
@@ -227,9 +225,8 @@ class AttentionOverride(BackendOverride):
     ) -> Tensor:
         self.split_calls += 1
         self._call = call
-        return self._attention(cross, self._backend_for(call))(
-            q, k, v, _four_dims(self._full_mask(mask, scope, q)), call.scale
-        )
+        attend = self._attention(cross, self._backend_for(call))
+        return attend(q, k, v, _four_dims(self._full_mask(mask, scope, q)), call.scale)
 
     def _requested(self, call: _NativeCall) -> AttentionBackend:
         """Returns what a node chose, else the widget's backend, or with auto what ComfyUI's flags or the file chose:
@@ -267,9 +264,10 @@ class AttentionOverride(BackendOverride):
         spec = self._scope_specs[scope]
         over = spec if isinstance(spec, list) else [spec]
         for kind in over:
-            if kind == "local":
+            if isinstance(kind, str):  # "local"
                 return None
-            cross = _cross_of(kind)
+            streams = kind.streams if isinstance(kind, Window) else kind
+            cross = streams if isinstance(streams, Cross) else Cross(queries=streams, keys=streams)
             if (self._streams.local_count(cross.queries), self._streams.local_count(cross.keys)) == (queries, keys):
                 return cross
         raise Unsplittable(f"an attention of {queries} over {keys} tokens fits none of {over}")
@@ -287,14 +285,6 @@ class AttentionOverride(BackendOverride):
 def by_heads(x: Tensor, size: int, heads_first: bool) -> Tensor:
     """Reshapes a tensor in ComfyUI's layout to [B, tokens, heads, head size]."""
     return x.transpose(1, 2) if heads_first else x.reshape(*x.shape[:2], -1, size)
-
-
-def _cross_of(over: AttentionSpec) -> Cross:
-    assert not isinstance(over, str)
-    if isinstance(over, Cross):
-        return over
-    streams = over.streams if isinstance(over, Window) else over
-    return Cross(queries=streams, keys=streams)
 
 
 def _window_mask(total: int, width: int, device: torch.device) -> Tensor:

@@ -1,7 +1,5 @@
 """Attention over split streams, exact for every combination of ring and Ulysses degree. Knows no model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,21 +9,29 @@ from torch import Tensor
 from ...errors import Unsplittable
 from ...request import AttentionBackend
 from ...specs import Parallelism
-from ..comm.collectives import Pending, all_gather_v, allocate
-from ..comm.float8 import SCALE_BYTES, from_float8, to_float8
+from ..comm.collectives import SCALE_BYTES, Pending, all_gather_v, allocate, from_float8, to_float8
 from ..comm.mesh import ContextMesh
-from ..kernels.choice import AttentionKind, MaskKind, choose_kernel
-from ..kernels.custom_op import attend_op, register
-from ..kernels.dispatch import attend_block, attend_native, contiguous_by_head, repeat_kv, try_kernel
-from ..kernels.registry import FullAttention
 from ..split.streams import LocalTokens, Streams, chunk_sizes
+from .dispatch import (
+    AttentionKind,
+    MaskKind,
+    attend_block,
+    attend_native,
+    attend_op,
+    choose_kernel,
+    contiguous_by_head,
+    register,
+    repeat_kv,
+    try_kernel,
+)
 from .masks import Mask, gather_key_mask, memory_key, pair_mask, patch_mask
-from .merge import Merge
-from .ring import exchange
-from .ulysses import (
+from .registry import FullAttention
+from .ring_and_ulysses import (
     MAX_HEAD_CHUNKS,
     AllToAllLayout,
     HeadChunk,
+    Merge,
+    exchange,
     head_chunks,
     split_received,
     to_heads,
@@ -102,22 +108,17 @@ class ContextAttention:
         by_rank = chunk_sizes(heads, self.mesh.ulysses.parts)
         repeat = any(local % (heads // key_heads) for local in by_rank)  # a rank's query heads need a part of a group
         counts = (heads, heads if repeat else key_heads)
-        tokens_by_rank = self.streams.tokens_by_rank(self.query_streams), self.streams.tokens_by_rank(self.key_streams)
+        of_keys = self.streams.tokens_by_rank(self.key_streams)
+        tokens_by_rank = self.streams.tokens_by_rank(self.query_streams), of_keys
         # PipeFusion caches keys of all heads at once.
         max_chunks = self.max_chunks if self.streams.pipefusion is None else 1
-        chunks = head_chunks(
-            self.mesh,
-            query,
-            counts,
-            tokens_by_rank,
-            self.query_streams == self.key_streams,
-            max_chunks,
-            SCALE_BYTES if self.parallelism.options.sends_float8 else 0,
-        )
+        same_tokens = self.query_streams == self.key_streams
+        added = SCALE_BYTES if self.parallelism.options.sends_float8 else 0
+        chunks = head_chunks(self.mesh, query, counts, tokens_by_rank, same_tokens, max_chunks, added)
         return AttentionLayout(
             queries=queries,
             keys=keys,
-            key_counts=_tokens_by_ring_index(tokens_by_rank[1], ranks),
+            key_counts=tuple(sum(of_keys[first : first + ranks]) for first in range(0, len(of_keys), ranks)),
             repeat_keys=repeat,
             head_chunks=chunks,
         )
@@ -189,9 +190,9 @@ class ContextAttention:
 
         in_flight = start(chunks[0])
         for chunk in chunks:
-            received = [
-                part for pending, a2a_layout in in_flight for part in split_received(pending.wait()[0], a2a_layout)
-            ]
+            received: list[Tensor] = []
+            for pending, a2a_layout in in_flight:
+                received += split_received(pending.wait()[0], a2a_layout)
             in_flight.clear()  # and with it the send buffers
             if chunk.number + 1 < len(chunks):
                 in_flight = start(chunks[chunk.number + 1])
@@ -257,19 +258,12 @@ class ContextAttention:
         """Returns the kernel for this layout and kind of mask, chosen once a forward."""
 
         def choose() -> AttentionBackend:
-            options, kind = (
-                self.parallelism.options,
-                AttentionKind(query.shape[3], query.dtype, self.mesh.ring.size > 1, mask),
-            )
+            options = self.parallelism.options
+            kind = AttentionKind(query.shape[3], query.dtype, self.mesh.ring.size > 1, mask)
             recorded = options.cuda_graphs != "off"
             return choose_kernel(options.attention_backend, query, kind, self.mesh.context, recorded)
 
         return self.streams.cached((layout, "kernel", mask), choose)
-
-
-def _tokens_by_ring_index(tokens: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-    """Returns the tokens at each ring index, summed over the `ranks` of its Ulysses group."""
-    return tuple(sum(tokens[start : start + ranks]) for start in range(0, len(tokens), ranks))
 
 
 class _CachedMask:

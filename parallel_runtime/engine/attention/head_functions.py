@@ -5,8 +5,6 @@ its heads, as one process has of all heads, so the function is called once and a
 kept keys that it closes over. With more ranks than heads, a rank without heads calls it with one head of zeros.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -85,8 +83,7 @@ class HeadAttention:
             self._call = call
             self._override.split_calls += 1
             out = self._attention(self._streams.call_streams)(*given)
-            result: Tensor = getattr(module, spec.out)(out[0, ..., :size].flatten(1))
-            return result
+            return getattr(module, spec.out)(out[0, ..., :size].flatten(1))
 
         return attend
 

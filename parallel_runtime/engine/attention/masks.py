@@ -13,8 +13,8 @@ from ...architectures.split_plan import Names
 from ...errors import Unsplittable
 from ..comm.collectives import all_gather_v
 from ..comm.mesh import ContextMesh, MeshDim
-from ..kernels.choice import MaskKind
 from ..split.streams import Streams
+from .dispatch import MaskKind
 
 Spans = tuple[tuple[int, int], ...]  # of keys: (start, size) of each
 

@@ -1,21 +1,34 @@
-"""The engine's collectives: all-to-all, all-gather and ring send-receive, for chunks of unequal size.
+"""The engine's collectives: all-to-all, all-gather and ring send-receive, for chunks of unequal size; tensors as they
+travel in float8; and what all ranks have to agree on.
 
 Every size is known to every rank beforehand. Works on NCCL and on gloo, which has no uneven all-gather and moves only
 CPU tensors: with gloo, tensors on a GPU are staged through the CPU (`MeshDim.comm_device`).
+
+In float8 tensors have half of the bytes of bfloat16, and are not exact. Each head of a token has a scale of its own,
+which lies behind its numbers: whatever cuts, sends or joins tokens and heads takes it along. Two ranks that are sent
+the same bytes compute the same.
+
+A rank that leaves the loop, or skips blocks, alone leaves the others waiting in a collective forever. So no rank may
+act on what only it has seen (a message, a threshold, a failure) before it has asked by `any_rank` and its kin, which
+gather ints on the CPU. Of quantised layers only nvfp4's need one scale for all ranks: other formats have a scale for
+each token, or one in the file.
 """
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from ...errors import Refused
+from ...loading.fingerprint import fingerprint
 from .mesh import GroupState, MeshDim
+from .ranks import world_size
 
 empty = torch.empty  # tests put functions here that fill with NaN
 zeros = torch.zeros
@@ -149,3 +162,120 @@ def _start(operations: list[dist.P2POp]) -> list[dist.Work]:
     """Starts the operations. Empty tensors are left out, on both ends."""
     operations = [operation for operation in operations if operation.tensor.numel()]
     return dist.batch_isend_irecv(operations) if operations else []
+
+
+SCALE_BYTES = 2  # of a bfloat16
+_FLOAT8 = torch.float8_e4m3fn
+_LARGEST = torch.finfo(_FLOAT8).max
+
+
+def to_float8(tensor: Tensor) -> Tensor:
+    """Returns [..., head_dim] as bytes [..., head_dim + SCALE_BYTES]."""
+    largest = torch.linalg.vector_norm(tensor, torch.inf, dim=-1, keepdim=True, dtype=torch.float32)
+    scale = (largest / _LARGEST).clamp_min(torch.finfo(torch.float32).tiny).bfloat16()
+    dim = tensor.shape[-1]
+    packed = allocate((*tensor.shape[:-1], dim + SCALE_BYTES), scale.view(torch.uint8))
+    packed[..., :dim].view(_FLOAT8).copy_(tensor / scale)
+    packed[..., dim:].copy_(scale.view(torch.uint8))
+    return packed
+
+
+def from_float8(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Undoes `to_float8`, but for rounding."""
+    dim = packed.shape[-1] - SCALE_BYTES
+    scale = packed[..., dim:].contiguous().view(torch.bfloat16)
+    return packed[..., :dim].view(_FLOAT8).to(dtype) * scale.to(dtype)
+
+
+FINGERPRINT_DIGITS = 15  # in base 16: what fits into an int64
+
+
+def all_gather_ints(numbers: Sequence[int], dim: MeshDim | None = None) -> list[list[int]]:
+    """Returns the `numbers` of each rank of `dim` in order: equally many ints of 63 bits. Collective over `dim`, or
+    over the whole group where it is None. In a test group that delivers nothing all numbers are this rank's."""
+    size = world_size() if dim is None else dim.size
+    if size == 1:
+        return [list(numbers)]
+    index, ranks = (dist.get_rank(), tuple(range(size))) if dim is None else (dim.index, dim.ranks)
+    # Where tensors are on GPUs these waits of the CPU must not count as waits of the device.
+    timed = dim is not None and dim.group_state.waited_seconds is not None
+    cpu_dim = MeshDim(
+        size=size, index=index, ranks=ranks, group_state=dim.group_state if dim and timed else GroupState()
+    )
+    local = torch.tensor([numbers], dtype=torch.int64)
+    (by_rank,) = all_gather_into(local.repeat(size, 1), local, [1] * size, cpu_dim).wait()
+    return by_rank.tolist()
+
+
+def all_gather_int(number: int, dim: MeshDim | None = None) -> list[int]:
+    """Returns the `number` of each rank, in rank order. Collective as `all_gather_ints`."""
+    return [value for (value,) in all_gather_ints([number], dim)]
+
+
+def any_rank(flag: bool, dim: MeshDim | None = None) -> bool:
+    """Returns true on every rank when it is true on any. Collective as `all_gather_ints`."""
+    return any(all_gather_int(int(flag), dim))
+
+
+def differing_ranks(*parts: str | bytes | Tensor, dim: MeshDim | None = None) -> list[int]:
+    """Returns the ranks whose texts or tensors differ from the first one's in any bit. Collective as
+    `all_gather_ints`."""
+    digests = all_gather_int(int(fingerprint(*parts)[:FINGERPRINT_DIGITS], 16), dim)
+    return [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+
+
+@contextmanager
+def refuse_on_all_ranks(dim: MeshDim | None = None) -> Iterator[None]:
+    """If one rank of `dim` raises Refused in this context, all do on leaving, so that none is waited for later.
+    Every rank has to enter it, and no collective may follow a refusal within it. Collective as `all_gather_ints`."""
+    refused: Refused | None = None
+    try:
+        yield
+    except Refused as error:
+        refused = error
+    if any_rank(refused is not None, dim):
+        raise refused or Refused()
+
+
+_NVFP4_LAYOUT = "TensorCoreNVFP4Layout"
+_NVFP4_LARGEST = 448.0 * 6.0  # what a block's scale (e4m3) and a code (e2m1) reach: comfy_kitchen's nvfp4.py
+
+
+@contextmanager
+def shared_input_scales(network: nn.Module, context: MeshDim) -> Iterator[None]:
+    """Within this context every nvfp4 layer without an `input_scale` quantises by the largest input of all `context`
+    ranks.
+
+    All ranks must call such a layer equally often, even without tokens. A layer that one rank's GPU cannot multiply in
+    nvfp4 runs in full precision on all ranks, which would otherwise wait for that rank's input.
+    """
+    modules = network.modules() if context.size > 1 else ()
+    layers: list[Any] = [layer for layer in modules if getattr(layer, "layout_type", None) == _NVFP4_LAYOUT]
+    flags = [layer._full_precision_mm for layer in layers]
+    flags_of_ranks = zip(*all_gather_ints(flags, context), strict=True)
+    with ExitStack() as stack:
+        for layer, flag, of_ranks in zip(layers, flags, flags_of_ranks, strict=True):
+            stack.callback(setattr, layer, "_full_precision_mm", flag)
+            layer._full_precision_mm = any(of_ranks)
+            if not any(of_ranks) and getattr(layer, "input_scale", None) is None:
+                stack.enter_context(layer.register_forward_pre_hook(partial(_set_shared_scale, context)))
+                stack.enter_context(layer.register_forward_hook(_remove_scale, always_call=True))
+        yield
+
+
+@torch.compiler.disable
+def _set_shared_scale(context: MeshDim, layer: Any, args: tuple[Any, ...]) -> None:
+    if not isinstance(args[0], Tensor):
+        return
+    activations = args[0]
+    smoothing = getattr(layer, "pre_quant_scale", None)
+    if smoothing is not None:
+        activations = activations * smoothing.to(activations)
+    local_max = activations.abs().amax() if activations.numel() else activations.new_zeros(())
+    shared_max = local_max.to(device=context.comm_device or local_max.device, dtype=torch.float32)
+    dist.all_reduce(shared_max, dist.ReduceOp.MAX, group=context.group)
+    layer.input_scale = shared_max.to(local_max) / _NVFP4_LARGEST
+
+
+def _remove_scale(layer: Any, *_: Any) -> None:
+    vars(layer).pop("input_scale", None)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ...specs import Parallelism
-from .device_events import CommTimer
+from .ranks import CommTimer
 
 BATCH_DIMS = ("data", "cfg")  # mesh dimensions along which images and prompts are split, not tokens
 MESH_DIMS = ("pipeline", *BATCH_DIMS, "ring", "ulysses")
@@ -27,8 +27,8 @@ Parts = int | tuple[int, ...]  # the number of equal parts, or each part's share
 class GroupState:
     """What this rank measures as long as its group lives.
 
-    `working_kernels`: whether all of some ranks have a kernel that computes a kind of attention correctly (choice.py).
-    `waited_seconds`: how long the process waited for transfers (None: not measured). `comm_timer`
+    `working_kernels`: whether all of some ranks have a kernel that computes a kind of attention correctly (see
+    `choose_kernel`). `waited_seconds`: how long the process waited for transfers (None: not measured). `comm_timer`
     measures the device's waits if set. `heterogeneous`: the ranks' devices differ, so they round differently and may
     draw other random numbers."""
 

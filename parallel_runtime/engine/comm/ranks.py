@@ -1,16 +1,69 @@
-"""This rank, its machine and its device."""
+"""This rank, its machine and its device: where ranks meet, the device's events, each completed when all work launched
+before it has ended, and free memory, the device's and the machine's.
+
+Ranks meet through a store that the host has made: first the torchruns, whose node ranks are fixed, then the ranks.
+torchrun's own rendezvous of several machines unpickles whatever lies in its store.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from ...accelerators import KERNELS, distributed_backends, version_of
+from ...architectures.network_modules import outermost_blocks
 from ...loading.random_states import generator_kind
-from .rendezvous import store_at
+
+RENDEZVOUS = "cp-store"  # as in group/torchrun.py
+
+
+def store_at(place: str, prefix: str) -> Store:
+    """Returns the store at `place`: a private file on one machine, so that no port is opened; host:port on several
+    machines. `prefix` is that of the keys."""
+    if os.path.isabs(place):
+        return PrefixStore(prefix, FileStore(place))
+    host, _, port = place.rpartition(":")
+    return PrefixStore(prefix, TCPStore(host, int(port), is_master=False))
+
+
+class StoreRendezvous(StaticTCPRendezvous):
+    """torchrun's static rendezvous of machines with fixed node ranks, in a store that is already open."""
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        super().__init__("", 0, int(parameters.config["machine"]), parameters.max_nodes, parameters.run_id, timeout=0)
+        self._place = parameters.endpoint
+
+    def get_backend(self) -> str:
+        return RENDEZVOUS
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        unused = RendezvousStoreInfo("", 0)  # only for ranks that read torchrun's variables
+        return RendezvousInfo(store_at(self._place, "machines"), self.rank, self.world_size, unused)
+
+
+def register_rendezvous() -> None:
+    """Registers the rendezvous with torchrun under NAME."""
+    rendezvous_handler_registry.register(RENDEZVOUS, StoreRendezvous)
+
 
 # The host watches for stalls and ends the whole group; a collective that timed out alone would only blur the cause.
 COLLECTIVE_TIMEOUT = timedelta(hours=24)
@@ -43,7 +96,7 @@ def join(device: torch.device, store: str, *, through_main_memory: bool) -> None
     """Initialises the process group: with the device's own backend, or with gloo `through_main_memory`, as where ranks
     share a device.
 
-    `store` is a place of rendezvous.py. With ONE_CARD set ranks that share a GPU use NCCL all the same, through
+    `store` is a place for `store_at`. With ONE_CARD set ranks that share a GPU use NCCL all the same, through
     sockets: to try NCCL's code where there is one GPU.
     """
     if device.type != "cpu":
@@ -74,3 +127,169 @@ def device_kind(device: torch.device) -> str:
     packages = {kernel.package for kernel in KERNELS.values() if kernel.package and kernel.installed}
     versions = {f"{package} {version_of(package) or ''}".strip() for package in packages}
     return " ".join(map(str, (generator_kind(device), torch.backends.cudnn.version(), *sorted(versions))))
+
+
+POLL_SECONDS = 0.0005
+
+
+class HostEvent:
+    """An event of the CPU, with torch.Event's methods: completed at once, since the CPU computes as it is called."""
+
+    def __init__(self) -> None:
+        self.milliseconds = 1e3 * time.monotonic()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: HostEvent) -> float:
+        return end.milliseconds - self.milliseconds
+
+
+DeviceEvent = torch.Event | HostEvent
+EventFactory = Callable[[], DeviceEvent]  # returns an event that is recorded already
+
+
+def event_factory(device: torch.device) -> EventFactory:
+    def record() -> torch.Event:
+        event = torch.Event(device=device, enable_timing=True)
+        event.record()
+        return event
+
+    return HostEvent if device.type == "cpu" else record
+
+
+def seconds_between(begin: Any, end: Any) -> float:
+    """Returns the device seconds between two completed events of one device."""
+    return float(begin.elapsed_time(end)) / 1e3
+
+
+class CommTimer:
+    """Measures how long the device waits for transfers, from construction until `end`."""
+
+    def __init__(self, make_event: EventFactory) -> None:
+        self._make_event = make_event
+        self._start = make_event()
+        self._end: DeviceEvent | None = None
+        self._waits: list[tuple[DeviceEvent, DeviceEvent]] = []
+
+    def time_wait(self, wait: Callable[[], None]) -> None:
+        """Runs and times a transfer's `wait`; while a CUDA graph is captured it is not timed."""
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            wait()
+            return
+        before = self._make_event()
+        wait()
+        self._waits.append((before, self._make_event()))
+
+    def end(self) -> None:
+        self._end = self._make_event()
+
+    @property
+    def computed_seconds(self) -> float | None:
+        """Returns the device seconds spent computing, without communication; None until its events are completed, and
+        where no transfer was timed, as in a graph replay."""
+        if self._end is None or not self._waits or not self._end.query():
+            return None
+        return seconds_between(self._start, self._end) - sum(seconds_between(*wait) for wait in self._waits)
+
+
+class LaunchThrottle:
+    """Keeps the host at most one evaluation ahead of its device: otherwise progress and timings are wrong, and a
+    cancel waits for all queued work."""
+
+    def __init__(self, make_event: EventFactory) -> None:
+        self._make_event = make_event
+        self._start: DeviceEvent | None = None
+
+    def wait_for_turn(self, on_poll: Callable[[], None]) -> None:
+        """Waits, before each evaluation, until the evaluation before the last has ended, and calls `on_poll`
+        every POLL_SECONDS until then."""
+        event = self._make_event()
+        while self._start is not None and not self._start.query():
+            on_poll()
+            time.sleep(POLL_SECONDS)
+        self._start = event
+
+
+class BlockCounter:
+    """Notes when the device has computed a block of a network, whatever the host waits for meanwhile: an evaluation may
+    take minutes, and only this tells it from one that hangs."""
+
+    def __init__(self, make_event: EventFactory) -> None:
+        self._make_event = make_event
+        self._launched: deque[DeviceEvent] = deque()
+
+    def watch(self, network: nn.Module) -> None:
+        """Counts the blocks of every later forward."""
+        for block in outermost_blocks(network):
+            block.register_forward_hook(self._note)
+
+    def have_advanced(self) -> bool:
+        """Returns whether the device has ended a block since the last call. May be called on another thread."""
+        advanced = False
+        while self._launched and self._launched[0].query():
+            self._launched.popleft()
+            advanced = True
+        return advanced
+
+    def _note(self, *_: Any) -> None:
+        # An event inside a compiled or captured forward would become a part of it.
+        if torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            return
+        self._launched.append(self._make_event())
+
+
+CGROUP = Path("/sys/fs/cgroup")  # of this container, where it is one
+
+
+def host_free_bytes() -> int:
+    """Returns the bytes of main memory that can be allocated without swapping, or before a container's limit ends the
+    process."""
+    meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    return min([int(meminfo["MemAvailable"].split()[0]) << 10, *_free_bytes_of_cgroup()])
+
+
+def _free_bytes_of_cgroup() -> list[int]:
+    """Returns the bytes below the limit of the cgroup (v2, else v1), those of cached files included; nothing without a
+    limit."""
+    for folder, limit, used in (
+        (CGROUP, "memory.max", "memory.current"),
+        (CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        with suppress(OSError, ValueError):  # "max" is no number
+            cached = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            free = int((folder / limit).read_text()) - int((folder / used).read_text())
+            return [max(0, free + int(cached["inactive_file"]))]
+    return []
+
+
+def free_bytes(device: torch.device) -> int:
+    if device.type != "cpu":
+        return torch.accelerator.get_memory_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def cached_bytes(device: torch.device) -> int:
+    """Returns the bytes that PyTorch's caching allocator has reserved on a device and not allocated to tensors."""
+    if device.type == "cpu":
+        return 0
+    return torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
+
+
+def can_allocate(device: torch.device, nbytes: int, recorded_bytes: int) -> bool:
+    """Can `nbytes` more be allocated? `recorded_bytes` belong to pools of CUDA graphs: PyTorch counts them
+    as cached, but no other tensor can use them. The CPU has no such pools."""
+    if device.type == "cpu":
+        return True
+    return free_bytes(device) + max(0, cached_bytes(device) - recorded_bytes) >= nbytes
+
+
+def empty_cache(device: torch.device) -> None:
+    """Returns memory cached by PyTorch or the C library to the system, for other processes such as ComfyUI."""
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
+    elif trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc has it
+        trim(0)

@@ -4,8 +4,6 @@ split. The attention between two patches of a block is computed in full on every
 Knows the kinds of patches by ComfyUI's names, and no single patch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial

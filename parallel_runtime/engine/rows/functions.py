@@ -5,8 +5,6 @@ A convolution is computed with zeros for the neighbours' rows while these travel
 computed again. No activation is copied for its halo.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -16,11 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import Unsplittable
-from ..attention.merge import Merge
-from ..attention.ring import rotate
+from ..attention.dispatch import attend_block
+from ..attention.ring_and_ulysses import Merge, rotate
 from ..comm.collectives import all_gather_v, allocate, send_recv
-from ..kernels.dispatch import attend_block
-from .row_share import Share, fetch_neighbour_rows
+from .levels import Share, fetch_neighbour_rows
 
 PIECE_ELEMENTS = 2**22  # 16 MiB in float32, which stay in a GPU's cache
 WIDE = (torch.float32, torch.float64)

@@ -3,14 +3,14 @@ of the latent.
 
 Convolutions and group norms are handled in the functions that their modules call, attention by ComfyUI's override. All
 other layers see only this rank's rows. Where a latent has too few rows for the ranks, or a patch makes a picture of no
-level's size, every rank computes that evaluation in full, by itself.
+level's size, every rank computes that evaluation in full, by itself. A UNet's ControlNet runs on the same rows, and
+returns only this rank's rows of each residual, which the UNet expects.
 """
-
-from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,17 +18,17 @@ import torch
 import torch.nn.functional as F
 from torch import Size, Tensor, nn
 
+from ...architectures.control_networks import ControlRowPlan
 from ...architectures.row_plan import CascadeRowPlan, RowPlan
 from ...architectures.split_plan import TEXT, Cross
 from ...loading.random_states import random_states, set_random_states
 from ...specs import Parallelism
 from ..attention.attention_override import OVERRIDE, AttentionOverride, backend_override, wrap_modules
+from ..comm.collectives import all_gather_v, shared_input_scales
 from ..comm.mesh import ContextMesh
-from ..comm.nvfp4_scales import shared_input_scales
 from . import functions
 from .full_patches import FullPatches
-from .levels import Levels, LevelTokens, NoLevel, levels_of
-from .row_share import Handlers, RowFunctions
+from .levels import Handlers, Levels, LevelTokens, NoLevel, RowFunctions, levels_of
 
 ATTENTION = "comfy.ldm.modules.attention"
 Forward = Callable[..., Any]
@@ -153,8 +153,7 @@ class RowDivision(ExitStack):
             kwargs["context"], local = self._levels.gather_flat(x), True
         self._override.active_scopes.append(self._local if local else self._across)
         try:
-            out: Tensor = forward(x, *args, **kwargs)
-            return out
+            return forward(x, *args, **kwargs)
         finally:
             self._override.active_scopes.pop()
 
@@ -171,10 +170,8 @@ class RowDivision(ExitStack):
     def _normed_convolution(self, forward: Forward, layers: list[nn.Module], x: Tensor) -> Tensor:
         """Computes a group norm, elementwise layers, and a convolution of 3 x 3 pixels, of this rank's rows and one
         more at each side, which travel with the norm's statistics."""
-        out: Tensor
         if (levels := self._levels) is None:
-            out = forward(x)
-            return out
+            return forward(x)
         norm, *between, convolution = layers
         try:
             self._handlers = WITH_EDGES
@@ -186,8 +183,7 @@ class RowDivision(ExitStack):
             if levels.index == levels.ranks.size - 1:
                 x.narrow(levels.dim, x.shape[levels.dim] - 1, 1).zero_()
             self._handlers = OF_EDGES
-            out = convolution(x)
-            return out
+            return convolution(x)
         finally:
             self._handlers = HANDLERS
 
@@ -279,3 +275,58 @@ OF_EDGES: Handlers = {
     F.conv3d: functions.convolution_with_edges,
     torch.cudnn_convolution: functions.refuse,
 }
+
+
+class ControlRowDivision(RowDivision):
+    """The replaced forwards of one ControlNet's network, and the state of its forward in progress."""
+
+    _plan: ControlRowPlan
+    _unet: RowDivision
+    _hint_levels: dict[Levels, Levels]  # by those of the latent
+
+    def return_residuals_to(self, consumer: RowDivision) -> None:
+        """Has this network compute the rows that `consumer`, the UNet, has."""
+        self._unet, self._hint_levels = consumer, {}
+
+    def _adopt(self, name: str, module: nn.Module) -> None:
+        if name.rpartition(".")[2] in self._plan.averaged:
+            self.enter_context(module.register_forward_pre_hook(self._mean_of_all))
+        else:
+            super()._adopt(name, module)
+
+    def _forward(  # type: ignore[override]  # its network is always given a hint
+        self, forward: Forward, x: Tensor, hint: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Replaces the network's forward; full pictures in, this rank's rows of its residuals out."""
+        of_latent = self._unet.levels_of(x.shape)
+        if of_latent is None:
+            return forward(x, hint, *args, **kwargs)
+        levels = self._with_hint(of_latent)
+        if not levels.is_full(hint):
+            return split_residuals(forward(x, hint, *args, **kwargs), of_latent)
+        with self._dividing(levels, None):
+            return forward(levels.split(x), levels.split(hint), *args, **kwargs)
+
+    def _attend(self, local: bool, forward: Forward, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Gives an attention the override: ComfyUI gives a ControlNet no transformer_options."""
+        if self.is_divided:
+            kwargs["transformer_options"] = {**kwargs.get("transformer_options", {}), OVERRIDE: self._override}
+        return super()._attend(local, forward, x, *args, **kwargs)
+
+    def _with_hint(self, of_latent: Levels) -> Levels:
+        """Returns the levels of the hint's picture, of which the last are those of the latent."""
+        if of_latent not in self._hint_levels:
+            finer = 2**self._plan.hint_halvings
+            rows, across = of_latent.rows * finer, of_latent.across * finer
+            depth = of_latent.depth + self._plan.hint_halvings
+            self._hint_levels[of_latent] = replace(of_latent, rows=rows, across=across, depth=depth, source=[])
+        return self._hint_levels[of_latent]
+
+    def _mean_of_all(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Replaces means [B, items, C] over this rank's rows of the latent by means over all rows."""
+        if (levels := self._levels) is None:
+            return None
+        rows = levels.sizes[self._plan.hint_halvings]
+        (means,) = all_gather_v(args[0].float()[None], [1] * len(rows), levels.ranks).wait()
+        shares = torch.tensor([each / sum(rows) for each in rows], device=means.device)
+        return (torch.tensordot(shares, means, 1).to(args[0]), *args[1:])

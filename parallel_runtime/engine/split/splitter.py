@@ -3,8 +3,6 @@
 Knows no module and no attention.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
@@ -17,8 +15,7 @@ from ...architectures.split_plan import Count, Gather, Index, Names, Slices, Spl
 from ...errors import Refused, Unsplittable
 from ..comm.collectives import all_gather_v
 from ..comm.mesh import MeshDim
-from .pipefusion import PipeFusion, TurnEnded
-from .streams import Streams, chunk_sizes
+from .streams import PipeFusion, Streams, TurnEnded, chunk_sizes
 
 
 class Splitter(Streams):

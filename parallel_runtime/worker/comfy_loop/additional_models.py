@@ -23,13 +23,13 @@ from comfy.gligen import Gligen
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
-from ...engine.comm.votes import refuse_on_all_ranks
+from ...engine.comm.collectives import refuse_on_all_ranks
 from ...errors import Refused
 from ...loading.code_names import named
 from ...loading.mapped import Mapped, load_mapped
 from ...loading.object_codec import LoadAdditional
 from ...specs import SourceFile
-from ..process.broadcast import check_files
+from ..links import check_files
 from .patcher import UNLIMITED_BYTES, unload
 
 FOLDER = "model_patches"

@@ -18,12 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from ...architectures.autoencoders import COMPARED, kind_of, name_of
+from ...engine.comm.collectives import refuse_on_all_ranks
 from ...engine.comm.mesh import MeshDim, participating_ranks
 from ...engine.comm.ranks import machine, machine_ranks, rank
-from ...engine.comm.votes import refuse_on_all_ranks
-from ...engine.rows.conversion import Conversion, error_limit, leave_undivided, share_of
-from ...engine.rows.row_share import Share
-from ...engine.rows.tiles import run_tiles
+from ...engine.rows.conversion import Conversion, error_limit, leave_undivided, run_tiles, share_of
+from ...engine.rows.levels import Share
 from ...engine.split.streams import chunk_sizes
 from ...errors import Refused, Unsplittable
 from ...jobs import Job, VAEJob
@@ -33,7 +32,7 @@ from ...loading.mapped import Mapped, load_mapped
 from ...loading.random_states import random_states, set_random_states
 from ...specs import ModelSpec, Parallelism
 from ..models import Model
-from ..process.progress import Progress
+from ..progress import Progress
 
 NO_LIMIT_GIB = 1e9
 VOTE_EVERY = 32  # divided functions between two votes; a cancel waits for as many

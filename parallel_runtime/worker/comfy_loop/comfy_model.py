@@ -21,11 +21,11 @@ from torch.utils._pytree import tree_leaves
 
 from ...architectures import architecture_of
 from ...architectures.network_modules import blocks_of
+from ...engine.comm.collectives import all_gather_int, any_rank, refuse_on_all_ranks
 from ...engine.comm.mesh import MeshDim
 from ...engine.comm.ranks import rank
-from ...engine.comm.votes import all_gather_int, any_rank, refuse_on_all_ranks
-from ...engine.graphs.graph_runner import Unrecordable
-from ...engine.weights.prefetch import RankPlacement
+from ...engine.graph_runner import Unrecordable
+from ...engine.prefetch import RankPlacement
 from ...errors import Refused
 from ...jobs import Described, Job
 from ...loading.code_names import named

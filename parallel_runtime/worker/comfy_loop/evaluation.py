@@ -15,7 +15,7 @@ from ...errors import Refused, quoted
 from ...jobs import MAX_CACHED_CONDS, Described, EvaluationJob, is_outer_method
 from ...loading import packs
 from ...loading.object_codec import rebuild
-from ..process.progress import Progress
+from ..progress import Progress
 from .comfy_model import ComfyModel
 
 FORWARDS = ("forward", "_forward")  # ComfyUI's process may have done what `forward` does beside `_forward`

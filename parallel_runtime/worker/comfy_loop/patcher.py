@@ -17,7 +17,7 @@ import torch
 from comfy.model_patcher import LowVramPatch, ModelPatcher, get_key_weight, key_param_name_to_key
 
 from ...architectures.network_modules import large_layers, weight_bytes
-from ...engine.weights.prefetch import BlockPrefetcher, RankPlacement, offloaded_blocks
+from ...engine.prefetch import BlockPrefetcher, RankPlacement, offloaded_blocks
 from ...loading.mapped import Backup, Mapped
 
 UNLIMITED_BYTES = 1e32

@@ -22,9 +22,9 @@ from comfy.nested_tensor import NestedTensor
 from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 
+from ...engine.comm.collectives import refuse_on_all_ranks
 from ...engine.comm.mesh import MeshDim
-from ...engine.comm.votes import refuse_on_all_ranks
-from ...engine.split.pipefusion import PipeFusion
+from ...engine.split.streams import PipeFusion
 from ...errors import Refused
 from ...jobs import TWO_MODEL_GUIDERS, SamplingJob
 from ...loading.code_names import named
@@ -32,9 +32,8 @@ from ...loading.object_codec import Rebuilder, described_plainly
 from ...loading.pack_globals import changed_globals, set_globals
 from ...loading.packs import packs_named
 from ...loading.random_states import random_states, set_random_states
-from ..batch_groups import all_gather, entry_by_entry, local_items
-from ..process.progress import Progress
-from ..process.sampler_noise import SamplerNoise
+from ..batch_groups import SamplerNoise, all_gather, entry_by_entry, local_items
+from ..progress import Progress
 from ..step_cache import StepCache
 from .comfy_model import ComfyModel, import_packs
 from .control_division import divided, of_conds, own_entries

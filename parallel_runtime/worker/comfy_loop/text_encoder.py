@@ -17,9 +17,9 @@ from torch import nn
 from ...architectures.network_modules import encoder_units, outermost_blocks
 from ...engine.comm.mesh import MeshDim
 from ...engine.comm.ranks import rank
-from ...engine.pipeline.owned_modules import BAD_INPUT, OwnedModules
-from ...engine.weights.prefetch import RankPlacement
-from ...engine.weights.sources import HostWeights
+from ...engine.prefetch import RankPlacement
+from ...engine.stages import BAD_INPUT, OwnedModules
+from ...engine.weight_sources import HostWeights
 from ...errors import Refused
 from ...jobs import EncodingJob, Job
 from ...loading.code_names import named, qualified_name
@@ -28,7 +28,7 @@ from ...loading.mapped import load_mapped
 from ...loading.object_codec import rebuild
 from ...specs import ModelSpec
 from ..models import Model
-from ..process.progress import Progress
+from ..progress import Progress
 from .comfy_model import ComfyModel, arguments_of
 from .patcher import DynamicVram, OffloadSet, RankPatcher, WeightState
 

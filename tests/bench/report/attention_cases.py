@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from parallel_runtime.engine.attention.context_attention import ContextAttention
+from parallel_runtime.engine.attention.dispatch import attend, check_backend
 from parallel_runtime.engine.comm.mesh import ContextMesh, GroupState, build_mesh
-from parallel_runtime.engine.kernels.dispatch import attend, check_backend
 from parallel_runtime.engine.split.streams import Streams
 from parallel_runtime.request import BACKENDS, AttentionBackend, EngineOptions
 from parallel_runtime.specs import Parallelism

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from parallel_runtime.demo import spec
-from parallel_runtime.demo.words import demo_job
+from parallel_runtime.demo.words_and_pictures import demo_job
 from parallel_runtime.errors import WorkerDied
 from parallel_runtime.group.worker_group import WorkerGroup
 from parallel_runtime.request import GraphsChoice

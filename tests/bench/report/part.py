@@ -1,7 +1,7 @@
 """A part of the report in processes of its own: what starts them, passes their measurements on and ends them in time,
 and what each of them does.
 
-    python -m parallel_runtime.commands.report.part PART SETTING
+    python -m tests.bench.report.part PART SETTING
 
 One rank, or the process that has the workers of a part: it measures the `cases` of the module PART, and writes each
 measurement down at once, a line of JSON. SETTING is JSON too. `networks check` starts ranks by it too.
@@ -26,10 +26,9 @@ import torch
 import torch.distributed as dist
 
 from parallel_runtime.accelerators import environment
-from parallel_runtime.engine.comm.device_memory import empty_cache
-from parallel_runtime.engine.comm.ranks import ONE_CARD, join, rank
+from parallel_runtime.engine.comm.ranks import ONE_CARD, empty_cache, join, rank
+from parallel_runtime.worker.agent import die_with_parent
 from parallel_runtime.worker.comfy_loop.comfyui import import_comfyui
-from parallel_runtime.worker.process.agent import die_with_parent
 
 from .measuring import REMAINING_CASES, Measurement, Setting, measurement_of, unbroken
 

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from parallel_runtime.architectures.network_modules import blocks_of
 from parallel_runtime.engine.comm.mesh import build_mesh
-from parallel_runtime.engine.graphs.block_compile import compile_blocks
+from parallel_runtime.engine.cuda_graphs import compile_blocks
 from parallel_runtime.specs import Compilation, Parallelism
 
 from .measuring import NO_GRAPHS, Case, Clock, Measurement, Setting, unbroken

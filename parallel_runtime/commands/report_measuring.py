@@ -1,0 +1,353 @@
+"""What the report measures, and how it is written at once: as a line of report.jsonl, and in the tables of report.md.
+
+Seconds a step, and how far apart the results are: ComfyUI's FLUX with random weights, sampled by the product's own
+workers on 1, 2, 4, ... devices, as CP Plan's Measure does with the user's model. Its blocks have their published width,
+but are few, so that a temporary file has room for them.
+
+`compare` is CP Compare without the page: a ComfyUI of its own, on a free port, takes one step of each sampler of a
+workflow natively and on the workers. A ComfyUI that runs beside it, its queue and its files are not touched.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ParallelError, Refused
+from ..group.worker_group import WorkerGroup
+from ..jobs import EvaluationJob
+from ..loading.fingerprint import stat_file
+from ..specs import ComfySetup, ModelSpec, Parallelism, Placement
+from ..worker.comfy_loop.comfyui import import_comfyui
+from .report_workflow import read
+
+Measurement = dict[str, Any]  # by the names of COLUMNS, and "failed": why there is no more to tell
+
+NAME, ENDINGS = "report", (".jsonl", ".md")
+
+
+class Column(NamedTuple):
+    """How a value is written; its title, "" for its name; and how it is written on a line, which has no titles."""
+
+    value: str = "{}"
+    title: str = ""
+    on_a_line: str = "{}"
+
+
+COLUMNS = {  # of all parts, in their order
+    "what": Column(),
+    "dtype": Column(),
+    "weights": Column(),
+    "workers": Column(on_a_line="workers: {}"),
+    "degrees": Column(),
+    "mode": Column(),
+    "error": Column("{:.1e}", on_a_line="error {}"),
+    "seconds": Column("{:.2f} s", "time"),
+    "ms": Column("{:.3g} ms", "time"),
+    "host_ms": Column("{:.3g} ms", "of the host", "{} of the host"),
+    "faster": Column("{:.2f} x", "as fast as the first", "{} as fast as the first"),
+    "gib": Column("{:.2f} GiB", "memory"),
+    "graph_gib": Column("{:.2f} GiB", "of a graph", "{} of a graph"),
+    "links": Column("{:.1f} GB/s", "between workers", "{} between workers"),
+    "note": Column(),
+}
+
+
+class Page:
+    """The two files of a report. `out` is their path without the endings, or a folder. Raises Refused where they cannot
+    be written."""
+
+    def __init__(self, out: Path, machine: dict[str, Any]) -> None:
+        self.out = out / NAME if out.is_dir() else out.with_suffix("") if out.suffix in ENDINGS else out
+        self._lines, self._text = (self.out.with_name(self.out.name + ending) for ending in ENDINGS)
+        self._machine = machine
+        self._sections: list[tuple[str, list[Measurement]]] = []
+        try:
+            self._lines.write_text(json.dumps({"machine": machine}) + "\n")
+            self._write()
+        except OSError as error:
+            raise Refused("report.unwritten", error=str(error)) from None
+
+    def section(self, title: str) -> None:
+        self._sections.append((title, []))
+
+    def add(self, measurement: Measurement) -> None:
+        title, measurements = self._sections[-1]
+        measurements.append(measurement)
+        with self._lines.open("a") as file:
+            file.write(json.dumps({"section": title, **measurement}) + "\n")
+        self._write()
+
+    def _write(self) -> None:
+        lines = ["## Machine", *(f"- {name}: {value}" for name, value in self._machine.items() if name != "topology")]
+        if self._machine.get("topology"):
+            lines += ["", "```", self._machine["topology"], "```"]
+        for title, measurements in self._sections:
+            lines += ["", f"## {title}", *_table([_cells(measurement) for measurement in measurements])]
+        self._text.write_text("\n".join(lines) + "\n")
+
+
+def in_a_line(measurement: Measurement) -> str:
+    """Returns the measurement as a line of the terminal."""
+    return ", ".join(COLUMNS[name].on_a_line.format(cell) for name, cell in _cells(measurement).items())
+
+
+def _cells(measurement: Measurement) -> dict[str, str]:
+    """Returns what is written in each column that is not empty."""
+    note = f"FAILED: {measurement['failed']}" if "failed" in measurement else measurement.get("note")
+    values = {name: (measurement | {"note": note}).get(name) for name in COLUMNS}
+    filled = {name: value for name, value in values.items() if value not in (None, "")}
+    return {name: COLUMNS[name].value.format(value).replace("|", "/") for name, value in filled.items()}
+
+
+def _table(rows: list[dict[str, str]]) -> Iterable[str]:
+    names = [name for name in COLUMNS if any(name in row for row in rows)]
+    yield from ("", _line(COLUMNS[name].title or name for name in names), _line("---" for _ in names))
+    yield from (_line(row.get(name, "") for name in names) for row in rows)
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+GIB = 2**30
+WARM_UP, STEPS = 4, 5  # the first ones load, and are recorded as CUDA graphs
+CONFIG: dict[str, Any] = dict(
+    image_model="flux", in_channels=16, out_channels=16, vec_in_dim=768, context_in_dim=4096, hidden_size=3072,
+    mlp_ratio=4.0, num_heads=24, depth=2, depth_single_blocks=4, axes_dim=[16, 56, 56], theta=10000, patch_size=2,
+    qkv_bias=True, guidance_embed=True, txt_ids_dims=[],
+)  # fmt: skip
+TINY = CONFIG | dict(vec_in_dim=64, context_in_dim=128, hidden_size=256, num_heads=2, depth_single_blocks=2)
+SHARED = "on one device: only the error counts"
+
+
+def placements(worlds: Sequence[int], gpus: int) -> list[Placement]:
+    """Returns the devices of as many workers as each number of `worlds`; without `gpus` on the CPU. One GPU is also
+    tried by two workers, for their error. Raises Refused where all numbers are larger than that of the GPUs."""
+    if not gpus:
+        return [Placement(devices=("cpu",) * world) for world in worlds]
+    found = [Placement(devices=tuple(f"cuda:{n}" for n in range(world))) for world in worlds if world <= gpus]
+    if gpus == 1 and 2 in worlds:
+        found.append(Placement(devices=("cuda:0", "cuda:0")))
+    if not found:
+        raise Refused("report.world", world=min(worlds), gpus=gpus)
+    return found
+
+
+def divisions(world_size: int) -> Iterator[tuple[str, Parallelism]]:
+    """Yields the ways to divide one sequence over this many workers, by name."""
+    both = {(2, world_size // 2)} if world_size % 4 == 0 else set()
+    for ring, ulysses in sorted({(world_size, 1), (1, world_size)} | both):
+        yield f"ring {ring} x Ulysses {ulysses}", Parallelism(ring_degree=ring, ulysses_degree=ulysses)
+
+
+def measurements(comfyui: str, placements: Sequence[Placement]) -> Iterator[Measurement]:
+    """Yields a row for each start of a group and each division over its workers. An error is a row, too."""
+    on_cpu = placements[0].device_kind == "cpu"
+    flags = ("--cpu", "--use-pytorch-cross-attention") if on_cpu else ()
+    setup = ComfySetup(root=comfyui, flags=flags, folder=os.getcwd())
+    import_comfyui(setup, torch.device("cpu"))
+    with tempfile.TemporaryDirectory() as folder:
+        spec, job = _flux(Path(folder, "flux.safetensors"), tiny=on_cpu)
+        exact: Tensor | None = None
+        for placement in placements:
+            labels: Measurement = {"workers": placement.world_size}
+            labels |= {"note": SHARED} if placement.shared and not on_cpu else {}
+            try:
+                for row, out in _of_group(placement, setup, spec, job):
+                    exact = out if exact is None else exact
+                    error = {} if out is None or exact is None else {"error": mean_error(out, exact)}
+                    yield labels | row | error
+            except ParallelError as error:
+                yield labels | {"what": "the rest of these workers", "failed": str(error)}
+
+
+def _of_group(
+    placement: Placement, setup: ComfySetup, spec: ModelSpec, job: EvaluationJob
+) -> Iterator[tuple[Measurement, Tensor | None]]:
+    started = time.monotonic()
+    with WorkerGroup(placement, setup) as group:
+        row: Measurement = {"what": "start of the workers", "seconds": time.monotonic() - started}
+        if group.profile is not None and group.profile.bytes_per_second:
+            row["links"] = group.profile.bytes_per_second / 1e9
+        yield row, None
+        for words, degrees in divisions(placement.world_size):
+            results = [group.run(spec, degrees, job) for _ in range(WARM_UP + STEPS)]
+            seconds = statistics.median(result.seconds for result in results[WARM_UP:])
+            used = {"gib": max(reading.used_bytes for reading in group.readings) / GIB} if group.readings else {}
+            yield {"what": "a step", "degrees": words, "seconds": seconds, **used}, results[-1].value["out"].clone()
+
+
+def _flux(path: Path, *, tiny: bool) -> tuple[ModelSpec, EvaluationJob]:
+    """Writes the network to a file, and returns what workers load and evaluate."""
+    import comfy.ldm.flux.model
+    import comfy.ops
+    import comfy.utils
+
+    from ..loading.object_codec import Describer
+
+    config, dtype = (TINY, torch.float32) if tiny else (CONFIG, torch.bfloat16)
+    torch.manual_seed(0)
+    network = comfy.ldm.flux.model.Flux(**config, dtype=dtype, device="cpu", operations=comfy.ops.disable_weight_init)
+    comfy.utils.save_torch_file(randomized(network).state_dict(), str(path))
+    rows, text = (9, 7) if tiny else (128, 512)
+    arguments = {
+        "x": torch.randn(1, 16, rows, rows, dtype=dtype),
+        "timestep": torch.full((1,), 0.5, dtype=dtype),
+        "context": torch.randn(1, text, config["context_in_dim"], dtype=dtype),
+        "y": torch.randn(1, config["vec_in_dim"], dtype=dtype),
+        "guidance": torch.full((1,), 3.5, dtype=dtype),
+    }
+    name = str(dtype).removeprefix("torch.")
+    spec = ModelSpec(
+        loader="comfy.sd:load_diffusion_model", arguments=json.dumps([str(path), {"dtype": {"torch.dtype": name}}]),
+        files=(stat_file(str(path)),), weight_dtype=name,
+    )  # fmt: skip
+    return spec, EvaluationJob(
+        call_arguments=arguments,
+        options=Describer().described({}),
+        cond_arguments={},
+        weight_patches=None,
+        batch_coupled=False,
+    )
+
+
+def randomized(network: nn.Module) -> nn.Module:
+    """Returns the network with random weights that keep numbers about as large as they are."""
+    for name, parameter in network.named_parameters():
+        deviation = max(parameter[0].numel() if parameter.ndim > 1 else 100, 1) ** -0.5
+        around = 1.0 if parameter.ndim < 2 and name.endswith(("weight", "scale")) else 0.0
+        value = torch.randn(parameter.shape, device=parameter.device) * deviation + around
+        parameter.data = value.to(parameter.dtype)
+    return network.eval().requires_grad_(False)
+
+
+def mean_error(out: Tensor, exact: Tensor) -> float:
+    """Returns the mean difference, in standard deviations of the exact result; NaN where one is."""
+    return float((out.double() - exact.double()).abs().mean() / exact.double().std()) if out.numel() else 0.0
+
+
+log = logging.getLogger(__name__)
+
+Json = dict[str, Any]
+NODE = "CPCompare"  # the node's class, and its name in the prompt
+START_SECONDS = 600.0  # packs may be many
+ANSWER_SECONDS = 300.0  # it may be busy
+STOP_SECONDS = 20.0
+LOG_CHARACTERS = 2000
+
+
+def compare(file: Path, comfyui: str, arguments: Sequence[str]) -> int:
+    """Prints how far apart each sampler's step is; returns 0 if all are equal. `arguments` are ComfyUI's own. Raises
+    Refused, for example for a workflow that nothing samples on workers."""
+    prompt = exported(read(file))
+    if not comfyui:
+        raise Refused("report.no_comfyui")
+    with TemporaryDirectory(prefix="cp-") as folder, _comfyui(comfyui, Path(folder), arguments) as server:
+        log.info("one step of each sampler, on the workers and in ComfyUI's process")
+        shown = _shown(server, server.queued({**prompt, NODE: {"class_type": NODE, "inputs": {}}}))
+    for text in shown["text"]:
+        log.info("%s", text)
+    (table,) = shown["cp_compare"]
+    return int(bool(table["troubles"]) or not table["rows"])
+
+
+def exported(workflow: Any) -> Json:
+    """Returns the nodes of a workflow that was exported for the API. Raises Refused for any other."""
+    nodes = workflow.get("prompt", workflow) if isinstance(workflow, dict) else None
+    if isinstance(nodes, dict) and isinstance(nodes.get("nodes"), list):
+        raise Refused("report.not_exported")
+    if (
+        not nodes
+        or not isinstance(nodes, dict)
+        or not all(isinstance(one, dict) and "class_type" in one for one in nodes.values())
+    ):
+        raise Refused("report.no_workflow", kind=type(workflow).__name__)
+    return nodes
+
+
+class Server:
+    """A ComfyUI that was started here."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int, output: Path) -> None:
+        self._process, self._address, self._output = process, f"http://127.0.0.1:{port}", output
+
+    def ask(self, path: str, body: Json | None = None) -> Any:
+        """Raises Refused where ComfyUI has ended or refuses; OSError where it does not answer yet."""
+        if self._process.poll() is not None:
+            log = self._output.read_text(encoding="utf-8", errors="replace")[-LOG_CHARACTERS:]
+            raise Refused("report.comfyui_ended", code=self._process.returncode, log=log)
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._address + path, data, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as refused:
+            raise Refused("report.prompt", answer=refused.read().decode(errors="replace")) from None
+
+    def queued(self, prompt: Json) -> str:
+        if NODE not in self.ask("/object_info"):
+            raise Refused("report.no_pack")
+        return str(self.ask("/prompt", {"prompt": prompt, "partial_execution_targets": [NODE]})["prompt_id"])
+
+
+def _shown(server: Server, prompt: str) -> Json:
+    """Waits for the prompt, and returns what the node shows. Raises Refused with what a node has raised."""
+    while not (history := server.ask(f"/history/{prompt}")):
+        time.sleep(0.5)
+    run = history[prompt]
+    for kind, message in run["status"]["messages"]:
+        if kind == "execution_error":
+            node = f"{message['node_type']} ({message['node_id']})"
+            raise Refused("report.node_failed", node=node, error=message["exception_message"].strip())
+    return next(dict(one) for one in run["outputs"].values() if "cp_compare" in one)
+
+
+@contextmanager
+def _comfyui(root: str, folder: Path, arguments: Sequence[str]) -> Iterator[Server]:
+    """Starts ComfyUI, whose temporary files are in `folder`, and ends it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    command = [sys.executable, "main.py", "--port", str(port), "--disable-auto-launch", "--temp-directory", str(folder)]
+    command += ["--output-directory", str(folder), "--database-url", "sqlite:///:memory:", *arguments]
+    output = folder / "comfyui.log"
+    log.info("starting ComfyUI in %s", root)
+    with output.open("wb") as file:
+        process = subprocess.Popen(command, cwd=root, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+    try:
+        server, deadline = Server(process, port, output), time.monotonic() + START_SECONDS
+        while True:
+            try:
+                server.ask("/queue")
+                break
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise Refused("report.comfyui_silent", seconds=f"{START_SECONDS:.0f}") from None
+                time.sleep(0.2)
+        yield server
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -1,0 +1,336 @@
+"""Records the launches of a run as one CUDA graph, and compiles blocks one by one; the hooks that split their tensors
+stay outside of compiled graphs. Knows no network, and not when recording pays.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib
+import json
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+import torch._inductor
+from torch import Tensor, nn
+from torch._dynamo.callback import callback_handler
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
+
+from ..errors import Refused
+from ..specs import Compilation
+
+Forward = Callable[[], Any]
+LRU_CACHE = type(functools.lru_cache(int))
+
+# All that a forward raises: one that succeeded a moment ago may fail in a capture by what a capture forbids.
+FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
+
+
+class Recorder:
+    """Records the runs of one network, whose graphs share memory, since they run one after another."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._constants = Constants()
+
+    def warm_up(self, run: Forward) -> Any:
+        """Calls `run` eagerly, and notes the constants that its recording needs. Returns what `run` returned."""
+        self._constants = Constants()
+        with self._constants:
+            return run()
+
+    def record(self, run: Forward) -> Graph:
+        """Records `run`. Raises RuntimeError where it cannot be recorded; nothing ran then. Collective where `run`
+        is."""
+        try:
+            return Graph(run, self._pool, self._constants)
+        except RuntimeError:
+            self._pool = torch.cuda.graph_pool_handle()  # no later graph shares one in which a capture has failed
+            raise
+
+
+class Graph:
+    """A recorded run. `out` is what the run returned: memory that each replay overwrites. `nbytes` of the device stay
+    allocated until the graph is deleted."""
+
+    def __init__(self, run: Forward, pool: Any, constants: Constants) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._constants = constants  # each replay copies from them
+        self.out: Any = None
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        before, stream = torch.cuda.memory_reserved(), torch.cuda.current_stream()
+        free, _ = torch.cuda.mem_get_info()
+        begun, failed = False, ""  # as text: an exception would keep all tensors of its frames
+        try:
+            # Other threads, NCCL's watchdog among them, may ask the device meanwhile.
+            with _isolated_capture(), torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+                begun = True
+                try:
+                    with constants.for_capture():
+                        self.out = run()
+                except FAILURES as error:
+                    failed = _describe(error)  # the end of the capture would raise another error instead
+        except RuntimeError as error:
+            failed = failed or _describe(error)
+            torch.cuda.set_stream(stream)
+            if begun:
+                _leave_pool(self._graph, pool)
+        if failed:
+            self.out = None
+            raise RuntimeError(failed)
+        # The driver allocates the graph itself: PyTorch counts its tensors alone.
+        self.nbytes = max(0, torch.cuda.memory_reserved() - before, free - torch.cuda.mem_get_info()[0])
+
+    def replay(self) -> None:
+        """Runs the recorded work again, on the current contents of its inputs."""
+        self._graph.replay()
+
+
+@contextmanager
+def _isolated_capture() -> Iterator[None]:
+    """Isolates a capture: it uses no cuBLAS workspace of another pool, and leaves none of its own to others.
+
+    PyTorch keeps cuBLAS's workspaces by stream, and all captures run on one stream: otherwise the graphs of one model
+    would use a workspace in the pool of another, which is freed with that model. Garbage collection is off during a
+    capture: deleting a graph or an event would end it.
+    """
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        clear_workspaces()
+        yield
+    finally:
+        clear_workspaces()
+        if collecting:
+            gc.enable()
+
+
+def clear_workspaces() -> None:
+    """Frees cuBLAS's workspaces; PyTorch makes new ones on demand. No cuBLAS kernel may be running."""
+    _call_if_known("_cuda_clearCublasWorkspaces")
+
+
+def _leave_pool(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+    """Releases the pool of a failed capture. PyTorch counts such a capture among the pool's users forever, so that its
+    memory is never freed; up to 2.11 it also takes the pool for one in capture."""
+    with suppress(RuntimeError):
+        graph.pool()  # RuntimeError: the capture did not end; of one that did, the graph releases the pool
+        return
+    device = torch.cuda.current_device()
+    _call_if_known("_cuda_endAllocateToPool", device, pool)  # RuntimeError: PyTorch has done this already
+    _call_if_known("_cuda_releasePool", device, pool)
+
+
+def _call_if_known(name: str, *args: Any) -> None:
+    """Calls a private function of PyTorch, in the versions that have it."""
+    if (function := getattr(torch._C, name, None)) is not None:
+        with suppress(RuntimeError):
+            function(*args)
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+class Constants(TorchFunctionMode):
+    """The constants that a forward makes on the CPU and copies to the device. They follow from Python values, so they
+    are the same in every replay. A graph can copy them from pinned memory, which a capture may not allocate: the
+    warm-up pins them, and the capture finds the same ones again.
+
+    In a capture raises RuntimeError where a constant differs from the warm-up's, or where they exceed MAX_BYTES.
+    """
+
+    MAX_BYTES = 64 << 20
+
+    def __init__(self, pin: Callable[[Tensor], Tensor] = Tensor.pin_memory) -> None:
+        super().__init__()
+        self._pin = pin
+        self._pinned: list[Tensor] = []
+        self._replayed: int | None = None  # constants seen so far in a capture; None in a warm-up
+
+    def for_capture(self) -> Constants:
+        """Returns itself, to check the constants of a capture."""
+        if self._is_over_limit:
+            raise RuntimeError(f"its forward sends more than {self.MAX_BYTES >> 20} MiB from main memory")
+        self._replayed = 0
+        return self
+
+    @property
+    def _is_over_limit(self) -> bool:
+        return sum(pinned.nbytes for pinned in self._pinned) > self.MAX_BYTES
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.tensor, torch.as_tensor):
+            return self._make(func, *args, **kwargs)
+        if not args or not torch.is_tensor(args[0]):
+            return func(*args, **kwargs)
+        return (self._on_device_tensor if _is_device(args[0].device) else self._on_cpu_tensor)(func, *args, **kwargs)
+
+    def _on_device_tensor(self, func: Any, first: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Returns a function of a device tensor, whose other arguments may be copied to the device."""
+        if func is Tensor.new_tensor and not any(map(torch.is_tensor, (*args, *kwargs.values()))):
+            named = {name: value for name, value in kwargs.items() if value is not None}
+            return self._make(torch.tensor, *args, **({"dtype": first.dtype, "device": first.device} | named))
+        if func in (Tensor.__getitem__, Tensor.__setitem__):
+            args = (self._index(args[0], first.device), *args[1:])
+        if func in (Tensor.__setitem__, Tensor.copy_) and args and _is_cpu_tensor(args[-1]):
+            args = (*args[:-1], self._send(args[-1], first.device))
+        return func(first, *args, **kwargs)
+
+    def _on_cpu_tensor(self, func: Any, first: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if func is Tensor.to:
+            named = {name: value for name, value in kwargs.items() if name != "copy"}
+            device, dtype, _, layout = torch._C._nn._parse_to(*args, **named)
+            if _is_device(device):
+                sent = self._send(first, device)
+                return sent.to(dtype=dtype or sent.dtype, memory_format=layout or torch.preserve_format)
+        if func is Tensor.type_as and _is_device(args[0].device):
+            return self._send(first, args[0].device).to(args[0].dtype)
+        if func is Tensor.cuda:
+            return self._pin_or_check(first).cuda(*args, **{**kwargs, "non_blocking": True})
+        return func(first, *args, **kwargs)
+
+    def _make(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """Calls `func`, torch.tensor or torch.as_tensor, of Python numbers."""
+        device = kwargs.get("device")
+        if torch.is_tensor(args[0] if args else kwargs.get("data")) or not _is_device(device):
+            return func(*args, **kwargs)
+        return self._send(func(*args, **{**kwargs, "device": "cpu"}), device)
+
+    def _index(self, index: Any, device: Any) -> Any:
+        """Returns the index with its CPU tensors on `device`. A mask stays, since its size would come from the device;
+        so does a single number, which PyTorch reads on the CPU."""
+        if isinstance(index, tuple):
+            return tuple(self._index(each, device) for each in index)
+        if isinstance(index, list) and index and all(type(each) is int for each in index):
+            index = torch.tensor(index)
+        if _is_cpu_tensor(index) and index.ndim and index.dtype != torch.bool:
+            return self._send(index, device)
+        return index
+
+    def _send(self, constant: Tensor, device: Any) -> Tensor:
+        return self._pin_or_check(constant).to(device, non_blocking=True)
+
+    def _pin_or_check(self, constant: Tensor) -> Tensor:
+        if self._replayed is None:
+            if not self._is_over_limit:
+                self._pinned.append(self._pin(constant))
+            return constant
+        self._replayed += 1
+        if self._replayed > len(self._pinned) or not torch.equal(pinned := self._pinned[self._replayed - 1], constant):
+            raise RuntimeError("its forward sends other numbers from main memory each time")
+        return pinned
+
+
+@contextmanager
+def without_constants() -> Iterator[None]:
+    """Disables Constants for compiled code, which would be compiled anew for another mode."""
+    if isinstance(_get_current_function_mode(), Constants):
+        with _pop_mode_temporarily():
+            yield
+    else:
+        yield
+
+
+def cached_results(network: nn.Module) -> list[Tensor]:
+    """Returns the tensors that functools.lru_cache keeps for methods of the network's modules: other networks may evict
+    them."""
+    kinds = {kind for module in network.modules() for kind in type(module).__mro__}
+    caches = [value for kind in kinds for value in vars(kind).values() if isinstance(value, LRU_CACHE)]
+    return [value for cache in caches for value in gc.get_referents(cache) if isinstance(value, Tensor)]
+
+
+def _is_cpu_tensor(value: Any) -> bool:
+    return torch.is_tensor(value) and value.device.type == "cpu"
+
+
+def _is_device(device: Any) -> bool:
+    return device is not None and torch.device(device).type != "cpu"
+
+
+def recorder_for(device: torch.device) -> Recorder | None:
+    """Returns a Recorder on CUDA; None on other devices."""
+    return Recorder() if device.type == "cuda" else None
+
+
+def compile_blocks(blocks: Iterable[nn.Module], compilation: Compilation) -> Callable[[], None]:
+    """Compiles the forward of each block, or what ComfyUI's `forward` calls between wrappers; returns a function that
+    makes them eager again.
+
+    Compiles the forward and not the module: a module's hooks would become part of its graph, and ours note what they
+    split in objects that a graph changes only when it has ended. Discards earlier graphs, which may be of the same code
+    with other splits.
+    """
+    torch.compiler.reset()
+    compiled = [(block, "_forward" if hasattr(block, "_forward") else "forward") for block in blocks]
+    for block, name in compiled:
+        forward = torch.compile(getattr(block, name), **_compile_arguments(compilation))
+        setattr(block, name, _refusing(forward, compilation.backend))
+
+    def undo() -> None:
+        for block, name in compiled:
+            vars(block).pop(name, None)
+
+    return undo
+
+
+def _compile_arguments(compilation: Compilation) -> dict[str, Any]:
+    """Returns the keyword arguments of torch.compile, which takes a mode or options: inductor's modes are converted to
+    options."""
+    options = json.loads(compilation.options)
+    mode = compilation.mode
+    if mode is not None and options and compilation.backend == "inductor":
+        options, mode = torch._inductor.list_mode_options(mode) | options, None
+    return {
+        "backend": compilation.backend,
+        "mode": mode,
+        "options": options or None,
+        "fullgraph": compilation.fullgraph,
+        "dynamic": compilation.dynamic,
+    }
+
+
+def _refusing(forward: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            with without_constants():
+                return forward(*args, **kwargs)
+        except BackendCompilerFailed as failed:
+            raise Refused(
+                "compile.failed", widget="compile", backend=str(backend), error=str(failed.inner_exception)
+            ) from failed
+
+    return call
+
+
+def warm_compiler() -> None:
+    """Imports the compiler and starts its processes, some seconds of the first compilation, while the host still
+    prepares the first run."""
+    importlib.import_module("torch._inductor.compile_fx")
+    importlib.import_module("torch._inductor.async_compile").AsyncCompile.warm_pool()
+
+
+@contextmanager
+def reporting_compilation(compiling: Callable[[bool], None]) -> Iterator[None]:
+    """Calls `compiling(True)` when the compilation of a graph begins in this context, `compiling(False)` when it
+    ends."""
+
+    def on_start(_: Any) -> None:
+        compiling(True)
+
+    def on_end(_: Any) -> None:
+        compiling(False)
+
+    callback_handler.register_start_callback(on_start)
+    callback_handler.register_end_callback(on_end)
+    try:
+        yield
+    finally:
+        callback_handler.remove_start_callback(on_start)
+        callback_handler.remove_end_callback(on_end)

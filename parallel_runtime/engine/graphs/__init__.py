@@ -1,1 +1,0 @@
-"""Forwards recorded as CUDA graphs, and blocks compiled by torch.compile."""

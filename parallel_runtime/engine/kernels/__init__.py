@@ -1,1 +1,0 @@
-"""Attention kernels of one device: which there are, how one is called, which is chosen."""

@@ -1,1 +1,0 @@
-"""A network in pipeline stages over ranks."""

@@ -1,0 +1,333 @@
+"""A network over ranks that each have the weights of some of its parts: in the stages of a pipeline, where each rank
+computes its own blocks and sends tokens to the rank of the next; or in modules whose results go to all.
+
+Every rank runs the network's own forward from beginning to end. Blocks of other stages return NaN in the shapes of
+their outputs; where a block reads tokens that another stage computed, that stage sends them. So the code between blocks
+is the network's own, on the rank where its numbers are real.
+
+With `OwnedModules` all ranks run the code around these parts on the same real numbers, whatever it does with them. So
+it needs no plan, and is worth its traffic for networks that run once, such as text encoders.
+"""
+
+import inspect
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten, treespec_dumps, treespec_loads
+
+from ..architectures.network_modules import BlockRef, counts_of, owners, units_of
+from ..architectures.split_plan import SplitPlan
+from ..errors import Refused, Unsplittable
+from ..specs import Parallelism
+from .comm.collectives import all_gather_int, all_gather_v
+from .comm.mesh import ContextMesh, MeshDim
+from .parallelize import parallelize, unparallelize
+from .split.hooks import Block, blocks_of_plan
+from .split.streams import streams_of
+from .stage_channel import StageChannel
+
+log = logging.getLogger(__name__)
+
+BAD_INPUT = (AttributeError, LookupError, TypeError, ValueError)  # raised for tokens of another text encoder
+STAGE_ATTRIBUTE = "_real_on_stage"  # attribute of a block's output: the stage that computed it
+
+
+class PlaceholderBlock(nn.Module):
+    """Replaces a block of another stage. Returns NaN in the shapes of the arguments that the block would update: where
+    the plan is wrong, NaN reaches the output.
+
+    Reads all other attributes from the block itself, whose weights stay as they are.
+    """
+
+    may_skip = True
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["block"] = block
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["block"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Parameter):  # a weight that returns to the mapped file
+            setattr(self.__dict__["block"], name, value)
+        else:
+            super().__setattr__(name, value)
+
+
+def _placeholder(ref: BlockRef) -> PlaceholderBlock:
+    """Returns a placeholder whose forward has the signature of the block's: plans name its arguments."""
+    signature = inspect.signature(type(ref.block).forward)
+    names = [one.name for one in signature.parameters.values() if one.kind == one.POSITIONAL_OR_KEYWORD][1:]
+    like_nan = partial(torch.full_like, fill_value=torch.nan)
+
+    def forward(_: PlaceholderBlock, *args: Any, **kwargs: Any) -> Any:
+        arguments: dict[Any, Any] = {**dict(enumerate(args)), **dict(zip(names, args, strict=False)), **kwargs}
+        out = tuple(tree_map_only(Tensor, like_nan, arguments[name]) for name in ref.module_plan.updated_args)
+        return out[0] if len(out) == 1 else out
+
+    forward.__signature__ = signature  # type: ignore[attr-defined]  # what inspect.signature reads
+    return type(type(ref.block).__name__, (PlaceholderBlock,), {"forward": forward})(ref.block)
+
+
+class Stages(ExitStack):
+    """A network in the stages of a pipeline, whose tokens the ranks of a stage split where `parallelism` says so: its
+    placeholders and hooks, which closing it removes. `remote_blocks` are the blocks of other stages.
+
+    Each forward's output is on every rank when it returns, also NaN, which the network itself may give. `in_flight`,
+    several forwards follow each other without waiting, and their outputs are real on the last stage until
+    `share_outputs`; so do the turns of token patches.
+    """
+
+    def __init__(self, network: nn.Module, plan: SplitPlan, mesh: ContextMesh, parallelism: Parallelism) -> None:
+        super().__init__()
+        self.channel = StageChannel(mesh.pipeline)
+        self._mesh_dim = mesh.pipeline
+        self._is_in_flight = False
+        self._output_shared = False  # all ranks have this forward's output, or its error
+        self._outer_exception: BaseException | None = None  # handled by the caller while this forward began
+        self._unit = 0  # the unit that ran last in this forward
+        self._has_warned = False
+        self._latest_stage: int | None = None  # of the block that ran last; None: every rank's numbers are real
+        self._sources: list[int | None] = []  # for a block's hidden states: the stages where they are real
+        reading = (each for each in plan.module_plans if each.updated_args and each.runs_with is None)
+        self._late_block = next((each.name for each in reading if each.late_args), "")
+        stages = owners(counts_of(network, plan, parallelism))
+        units = list(zip(units_of(network, plan), stages, strict=True))
+        self.remote_blocks = [ref for unit, stage in units if stage != mesh.pipeline.index for ref in unit]
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            for ref in self.remote_blocks:
+                self.callback(ref.stack._modules.__setitem__, ref.name, ref.block)
+                ref.stack._modules[ref.name] = _placeholder(ref)
+            if parallelism.splits_tokens:
+                parallelize(network, plan, mesh, parallelism)
+                self.callback(unparallelize, network)
+            streams = streams_of(network)
+            self.pipefusion = None if streams is None else streams.pipefusion
+            if self.pipefusion is not None:
+                self.pipefusion.before_turn = self._begin_turn
+            self.enter_context(network.register_forward_pre_hook(self._begin, with_kwargs=True))
+            blocks = {block.module: block for block in blocks_of_plan(network, plan)}
+            for number, (unit, stage) in enumerate(units):
+                for ref in unit:
+                    self._hook(blocks[ref.block], number, stage)
+            self.enter_context(network.register_forward_hook(self._end, always_call=True))
+            undo.pop_all()
+
+    @contextmanager
+    def in_flight(self) -> Iterator[None]:
+        """Forwards in this context return real numbers on the last stage alone. At its end a refusal of one stage is
+        raised on all."""
+        self._is_in_flight, refused = True, None
+        try:
+            with nullcontext() if self.pipefusion is None else self.pipefusion.in_flight():
+                yield
+        except Refused as error:
+            self.channel.send_end()
+            refused = error
+        finally:
+            self._is_in_flight = False
+        try:
+            self.channel.close(refused=refused is not None)
+        except Refused as other_refusal:
+            raise refused or other_refusal from None
+
+    def share_outputs(self, out: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the last stage's `out`, computed from outputs of forwards `in_flight`, on every rank."""
+        return self._broadcast_from(self._mesh_dim.size - 1, list(out))
+
+    def shared_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Wraps a network's forward as ComfyUI's innermost wrapper. Outer wrappers (EasyCache) decide by its output, so
+        every stage has to have it."""
+        output = forward(*args, **kwargs)
+        if not self._is_in_flight:
+            self._output_shared = True
+            with self.in_flight():
+                output = self._from_latest_stage(output)
+        return output
+
+    def _hook(self, block: Block, number: int, owner: int) -> None:
+        module, note_sources = block.module, partial(self._note_sources, block, number)
+        self.enter_context(module.register_forward_pre_hook(note_sources, prepend=True, with_kwargs=True))
+        self.enter_context(module.register_forward_pre_hook(partial(self._transfer, block, owner), with_kwargs=True))
+        self.enter_context(module.register_forward_hook(partial(self._label, owner)))
+
+    def _begin(self, network: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
+        self._output_shared, self._outer_exception = False, sys.exc_info()[1]
+        self._begin_turn()
+        if self._late_block and any((kwargs.get("control") or {}).values()):
+            detail = (
+                f"a ControlNet adds to what {self._late_block} keep for later blocks, which may be in another stage"
+            )
+            raise Unsplittable(detail, "pipeline_degree")
+        if ((kwargs.get("transformer_options") or {}).get("patches") or {}).get("noise_refiner"):
+            detail = "a Fun ControlNet continues from its result at blocks that may be in another stage"
+            raise Unsplittable(detail, "pipeline_degree")
+
+    def _begin_turn(self) -> None:
+        self._latest_stage, self._unit = None, 0
+
+    @torch.compiler.disable
+    def _note_sources(
+        self, block: Block, number: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Runs before the arguments are split: a split makes other tensors."""
+        if number < self._unit and not block.module_plan.repeats:
+            raise Unsplittable(f"{block.module_plan.name} runs in another order than its plan says", "pipeline_degree")
+        self._unit = number
+        tokens = _hidden_states(block, args, kwargs)
+        self._sources = [getattr(tensor, STAGE_ATTRIBUTE, self._latest_stage) for tensor in tokens]
+
+    @torch.compiler.disable
+    def _transfer(self, block: Block, owner: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        local_stage, tokens = self._mesh_dim.index, _hidden_states(block, args, kwargs)
+        if owner != local_stage:
+            if local_stage in self._sources:
+                pairs = zip(tokens, self._sources, strict=True)
+                self.channel.send(owner, [tensor for tensor, source in pairs if source == local_stage])
+            return None
+        arrived: dict[int, Tensor] = {}
+        for source in dict.fromkeys(self._sources):
+            if source not in (None, local_stage):
+                like = [tensor for tensor, stage in zip(tokens, self._sources, strict=True) if stage == source]
+                arrived |= zip(map(id, like), self.channel.recv(source, like), strict=True)
+
+        def received(_: Any, value: Any, __: Any) -> Any:
+            return tree_map_only(Tensor, lambda tensor: arrived.get(id(tensor), tensor), value)
+
+        return block.replace_arguments(args, kwargs, received) if arrived else None
+
+    @torch.compiler.disable
+    def _label(self, owner: int, _: nn.Module, __: Any, output: Any) -> None:
+        self._latest_stage = owner
+        for tensor in tree_flatten(output)[0]:
+            if isinstance(tensor, Tensor):
+                setattr(tensor, STAGE_ATTRIBUTE, owner)
+
+    def _end(self, _: nn.Module, __: Any, output: Any) -> Any:
+        """Shares the output of the stage whose block ran last. Torch calls this too where the forward or a later hook
+        raised, and handles that exception meanwhile; one handled since before the forward is the caller's."""
+        raised, self._outer_exception = sys.exc_info()[1] is not self._outer_exception, None
+        if self._output_shared:
+            return output
+        if raised:
+            self.channel.send_end()
+            if not self._is_in_flight:
+                with suppress(Refused):
+                    self.channel.close(refused=True)
+            return None
+        if self._is_in_flight:
+            return output if self._latest_stage == self._mesh_dim.size - 1 else self._from_latest_stage(output)
+        with self.in_flight():
+            output = self._from_latest_stage(output)
+        return output
+
+    def _from_latest_stage(self, output: Any) -> Any:
+        if self._latest_stage is None:
+            return output
+        leaves, structure = tree_flatten(output)
+        return tree_unflatten(self._broadcast_from(self._latest_stage, leaves), structure)
+
+    def _broadcast_from(self, owner: int, tensors: list[Tensor]) -> list[Tensor]:
+        """Returns the tensors of stage `owner`, on every rank."""
+        if owner != self._mesh_dim.index:
+            return self.channel.recv(owner, tensors)
+        if not self._has_warned and any(bool(tensor.isnan().any()) for tensor in tensors):
+            self._has_warned = True
+            log.warning(
+                "[CP] the pipeline's result has NaN: the model itself gives NaN, or this ComfyUI needs another plan; "
+                "set pipeline_degree to 1 to see which"
+            )
+        for peer in self._mesh_dim.other_ranks:
+            self.channel.send(peer, tensors)
+        return tensors
+
+
+def _hidden_states(block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    return [value for value in block.hidden_states(args, kwargs) if isinstance(value, Tensor)]
+
+
+class RemoteModule(PlaceholderBlock):
+    """Replaces a module whose weights another rank has: returns what that rank sends."""
+
+    def __init__(self, module: nn.Module, receive: Callable[..., Any]) -> None:
+        super().__init__(module)
+        self.__dict__["receive"] = receive
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.receive(args, kwargs)
+
+
+class OwnedModules:
+    """The `modules` of a network with the index of the rank that has each in `dim`; set `dim` before a forward. `paths`
+    are the names of those that other ranks have."""
+
+    def __init__(self, network: nn.Module, modules: Sequence[nn.Module], owners: Sequence[int], index: int) -> None:
+        self.dim = MeshDim()
+        self.paths: list[str] = []
+        names = {module: name for name, module in network.named_modules()}
+        for module, owner in zip(modules, owners, strict=True):
+            if owner == index:
+                module.forward = partial(self._compute, module.forward)
+                continue
+            parent, _, name = names[module].rpartition(".")
+            network.get_submodule(parent)._modules[name] = RemoteModule(module, partial(self._receive, owner))
+            self.paths.append(names[module])
+
+    def _compute(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Raises Refused, on all ranks, for input at which the module fails."""
+        try:
+            output = forward(*args, **kwargs)
+            leaves, structure = tree_flatten(output)
+            places = {id(leaf): place for place, leaf in enumerate(tree_flatten((args, kwargs))[0])}
+            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            layouts = [[str(x.dtype).removeprefix("torch."), list(x.shape), places.get(id(x))] for x in tensors]
+            plain = [None if isinstance(leaf, Tensor) else [leaf] for leaf in leaves]
+            note = json.dumps([treespec_dumps(structure), layouts, plain])
+        except BAD_INPUT as error:
+            self._exchange_note(self.dim.index, json.dumps(repr(error)))
+            raise Refused("clip.failed", error=repr(error)) from None
+        self._exchange_note(self.dim.index, note)
+        for tensor in tensors:
+            self._exchange(self.dim, self.dim.index, tensor.contiguous().view(-1), tensor.numel())
+        return output
+
+    def _receive(self, owner: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns the output on the device of the first argument. An argument in which the module computes gets its
+        result here too."""
+        note, inputs = self._exchange_note(owner), tree_flatten((args, kwargs))[0]
+        if isinstance(note, str):
+            raise Refused("clip.failed", error=note)
+        structure, layouts, plain = note
+        device = next(leaf.device for leaf in inputs if isinstance(leaf, Tensor))
+        arrived = []
+        for name, shape, place in layouts:
+            nothing = torch.empty(0, dtype=getattr(torch, name), device=device)
+            value = self._exchange(self.dim, owner, nothing, torch.Size(shape).numel()).view(shape)
+            arrived.append(value if place is None else inputs[place].copy_(value))
+        tensors = iter(arrived)
+        leaves = [next(tensors) if value is None else value[0] for value in plain]
+        return tree_unflatten(leaves, treespec_loads(structure))
+
+    def _exchange_note(self, owner: int, note: str = "") -> Any:
+        """Returns the owner's note, out of JSON."""
+        local = torch.tensor(list(note.encode()), dtype=torch.uint8)
+        size = all_gather_int(len(local), self.dim)[owner]
+        on_cpu = MeshDim(size=self.dim.size, index=self.dim.index, ranks=self.dim.ranks)
+        return json.loads(bytes(self._exchange(on_cpu, owner, local, size).tolist()))
+
+    @staticmethod
+    def _exchange(dim: MeshDim, owner: int, local: Tensor, size: int) -> Tensor:
+        """Returns the owner's flat tensor of this size, on every rank; `local` is empty on others."""
+        return all_gather_v(local, [size * (index == owner) for index in range(dim.size)], dim).wait()[0]

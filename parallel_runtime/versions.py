@@ -1,8 +1,0 @@
-"""The versions of ComfyUI that this pack is for. Imports nothing."""
-
-OLDEST = "0.15.1"  # the first whose MODEL says which loader made it
-TESTED = "0.33.0"  # the newest that our tests have run
-
-
-def numbers(version: str) -> list[int]:
-    return [int("".join(filter(str.isdigit, part)) or 0) for part in version.split(".")[:3]]
