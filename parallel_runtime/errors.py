@@ -112,6 +112,16 @@ class Refused(ParallelError, ValueError):
         self.code, self.values, self.widget, self.fix = code, values, widget, dict(fix or {})
 
 
+class Unsplittable(Refused):
+    """A network that cannot be divided, or not for this input. `detail` says why in English, for a report; with
+    `widgets` at 1 the run does without."""
+
+    def __init__(self, detail: str, *widgets: str) -> None:
+        widgets = widgets or ("ring_degree", "ulysses_degree")
+        super().__init__("network.split", widgets[0], detail=detail, widgets=list(widgets))
+        self.detail = detail
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cause:
     """How a worker ended. It was killed by `signal`, exited with `exit_code`, lost its torchrun to `signal`, vanished

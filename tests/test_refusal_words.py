@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from parallel_runtime.errors import SECTIONS, SENTENCES, Refused, from_json, say, to_json
+from parallel_runtime.errors import SECTIONS, SENTENCES, Refused, Unsplittable, from_json, say, to_json
 from parallel_runtime.wire.messages import PACKET_BYTES, Done, Refusal, decode, encode
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -72,6 +72,24 @@ def test_what_travels_is_the_same_refusal_at_the_other_end_and_fits_into_a_packe
     assert again.values["reason"].values == inner.values
     assert str(refused).startswith(str(again)[:-1])
     assert str(decode(data).refused.raised("10.0.0.3")).endswith("(on 10.0.0.3)")
+
+
+def test_what_cannot_be_split_keeps_its_detail_and_its_way_out_on_the_way_to_the_page() -> None:
+    for widgets in ((), ("patches",)):
+        done = Done(1, refused=Refusal.of(Unsplittable("norm over dim 2", *widgets)))
+        refused = decode(encode(done)).refused.raised()
+        named = list(widgets or ("ring_degree", "ulysses_degree"))
+        assert (refused.code, refused.widget) == ("network.split", named[0])
+        assert to_json(refused.sentence)["values"] == {"detail": "norm over dim 2", "widgets": named}
+        assert str(refused).endswith(f"(norm over dim 2); set {', '.join(named)} to 1")
+
+
+def test_the_engine_refuses_no_input_without_a_way_out() -> None:
+    """What a network or an input is refused for is for a report; what users can do stands in all languages."""
+    developers = section("en", "cpDeveloper")
+    for where, call in calls(*RAISED):
+        if where.startswith("parallel_runtime/engine"):
+            assert not set(codes_of(call)) & set(developers), where
 
 
 def test_a_sentence_within_a_sentence_is_data_for_the_page() -> None:

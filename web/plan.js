@@ -246,7 +246,8 @@ function chart(measured) {
       element("span.cp-took", {}, [say("step.seconds", { seconds: digits(seconds) }), faster].filter(Boolean).join(", ")),
     );
   });
-  return [element("p.cp-hint", {}, say("plan.measured")), element("ul.cp-chart", { "aria-label": say("plan.measured") }, ...bars)];
+  const title = say(measured.some(({ cpu, workers }) => cpu && workers > 1) ? "plan.measured.cpu" : "plan.measured");
+  return [element("p.cp-hint", {}, title), element("ul.cp-chart", { "aria-label": title }, ...bars)];
 }
 
 /**

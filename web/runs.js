@@ -76,7 +76,7 @@ function going(run, index) {
 /** The last ones, newest first; of starts that nobody asked for, and of measurements, only what there is space for. */
 function shownRuns() {
   const { runs } = now();
-  const major = runs.filter((run) => !run.measuring && seconds(run, WORK) > 0).slice(-SHOWN);
+  const major = runs.filter((run) => !run.measuring && !run.comparing && seconds(run, WORK) > 0).slice(-SHOWN);
   const minor = runs.filter((run) => !major.includes(run));
   const chosen = [...major, ...minor.slice(Math.max(0, minor.length - (SHOWN - major.length)))];
   if (minor.length && runs.at(-1) === minor.at(-1) && !chosen.includes(runs[runs.length - 1])) chosen.push(runs[runs.length - 1]);
@@ -96,7 +96,8 @@ function bar(run, longest) {
   const wide = Math.min(100, Math.max(4, (100 * seconds(run, PHASES)) / longest));
   if (run.end === "refused" && !run.phases.length) return refused(run);
   const kind = run.model || say(seconds(run, ["decoding", "encoding"]) ? "run.vae" : "phase.starting");
-  const name = run.measuring ? `${say("run.measure")}: ${kind}` : kind;
+  const asked = run.measuring ? "run.measure" : run.comparing ? "plan.compare" : "";
+  const name = asked ? `${say(asked)}: ${kind}` : kind;
   const figures = [
     count(run.workers, run.kind === "cpu"), run.approximate ? say("approximate") : "", run.tokens ? say("run.tokens", { tokens: run.tokens }) : "",
     run.step_seconds ? say("step.seconds", { seconds: digits(run.step_seconds) }) : "", faster(run), translate(run.reason),

@@ -12,7 +12,7 @@ import { say, translate } from "./words.js";
  * @typedef {"none" | "starting" | "unstarted" | "loading" | "sampling" | "decoding" | "encoding" | "cancelling"
  *   | "cancelled" | "idle" | "died" | "unknown"} State
  * @typedef {{rank: number | null, kind: string, words: string[], settled: boolean}} Loss
- * @typedef {{model: string, workers: number, kind: string, tokens: number, measuring: boolean, approximate: boolean, began: number, phases: [string, number][], steps: number,
+ * @typedef {{model: string, workers: number, kind: string, tokens: number, measuring: boolean, comparing: boolean, approximate: boolean, began: number, phases: [string, number][], steps: number,
  *   step_seconds: number | null, waited: number | null, alone: number | null, measured: boolean, alone_at: number | null, end: string,
  *   reason: import("./words.js").Sentence}} Run
  * @typedef {{state: State, text: string, reason: string, sentence: import("./words.js").Sentence, since: number, elapsed: number, stage: string,

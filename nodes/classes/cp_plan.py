@@ -187,7 +187,7 @@ def _explain(
     made = report(
         subject, plan, seen.inputs,
         free=[reading.free_bytes + reading.rank_bytes for reading in readings],
-        decode=decode, encode=encode, pace=pace, troubles=troubles, compared=seen.compared,
+        decode=decode, encode=encode, pace=pace, paces=paces, troubles=troubles, compared=seen.compared,
     )  # fmt: skip
     fix = [asdict(change) for change in changes(requested, request)]
     measured = {"times": [_pace_json(one) for one in paces], "split": _setup_json(setup)}
@@ -289,7 +289,7 @@ def _measure(
     """Samples a few steps with `request`, whose plan is `plan`, and on fewer devices with default degrees: the history
     keeps the seconds, as of every run. Skips a number of devices that is refused, for example for lack of memory."""
     devices = plan.placement.devices
-    runtime.history.measuring = True
+    runtime.history.purpose = "measure"
     try:
         for count in _device_counts(len(devices)):
             measured = request if count == len(devices) else request.with_default_degrees
@@ -299,7 +299,7 @@ def _measure(
             except Refused as refused:
                 log.warning("[CP] CP Plan cannot measure %d device(s): %s", count, refused)
     finally:
-        runtime.history.measuring = False
+        runtime.history.purpose = ""
 
 
 def _device_counts(devices: int) -> Sequence[int]:

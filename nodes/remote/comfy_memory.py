@@ -194,7 +194,7 @@ def room_bytes(group: WorkerGroup) -> list[int | None]:
         return [max(0, limit - reading.rank_bytes) for limit, reading, _ in each]
     if placement.devices[0] == "cpu":
         return [None for _ in placement.devices]
-    free = {device: int(comfy.model_management.get_free_memory(torch.device(device))) for device in sharing}
+    free = {device: _now_free_bytes(torch.device(device), group) for device in sharing}
     return [free[device] // sharing[device] for device in placement.devices]
 
 
@@ -210,7 +210,7 @@ def capacity_for(placement: Placement, group: WorkerGroup | None, spec: ModelSpe
     if placement.devices[0] == "cpu":
         return Capacity(host_bytes=host)
     sharing = Counter(placement.devices)
-    free = {device: free_bytes(torch.device(device)) for device in sharing}
+    free = {device: free_bytes(torch.device(device), group) for device in sharing}
     for device, reading in zip(group.placement.devices if group is not None else (), readings, strict=False):
         if device in free:
             free[device] += reading.graphs.bytes  # CUDA graphs are evicted where memory is missing
@@ -226,11 +226,21 @@ def user_limits(workers: int) -> tuple[int, ...]:
     return tuple(int(min(number, MAX_GIB) * GIB) for number in limits)
 
 
-def free_bytes(device: torch.device) -> int:
+def free_bytes(device: torch.device, group: WorkerGroup | None) -> int:
     """Returns a device's free bytes, with those of all models that ComfyUI would unload, the workers' included."""
     loaded = comfy.model_management.current_loaded_models
     unloadable = sum(model.model_loaded_memory() for model in loaded if model.device == device)
-    return int(comfy.model_management.get_free_memory(device)) + unloadable
+    return _now_free_bytes(device, group) + unloadable
+
+
+def _now_free_bytes(device: torch.device, group: WorkerGroup | None) -> int:
+    """Returns what is free on a device: as its workers say, but on ComfyUI's own. To ask for another one opens a CUDA
+    context there, which takes half a GiB as long as ComfyUI runs."""
+    ranks = zip(group.placement.devices, group.readings, strict=False) if group is not None else ()
+    said = [reading.free_bytes for name, reading in ranks if name == str(device)]
+    if said and device != comfy.model_management.get_torch_device():
+        return min(said)
+    return int(comfy.model_management.get_free_memory(device))
 
 
 def unload_comfyui_models(devices: Collection[str], protected: Sequence[ModelPatcher]) -> None:

@@ -192,12 +192,12 @@ def _unchanged(guider: CFGGuider) -> Iterator[None]:
     """Puts back what a run changes of the guider, and the random generators."""
     device = guider.model_patcher.load_device
     states, attributes = random_states(device), dict(vars(guider))
-    runtime.history.measuring = True
+    runtime.history.purpose = "compare"
     guider.conds = {name: [dict(cond) for cond in prompt] for name, prompt in guider.conds.items()}
     try:
         yield
     finally:
-        runtime.history.measuring = False
+        runtime.history.purpose = ""
         vars(guider).clear()
         vars(guider).update(attributes)
         set_random_states(states, device)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -14,10 +14,11 @@ from typing import Any
 import comfy.model_management
 import comfy.utils
 from comfy.model_management import throw_exception_if_processing_interrupted as check_interrupt
+from comfy_execution.utils import get_executing_context
 
-from ...parallel_runtime.errors import ParallelError, Refused, WorkerFailed
+from ...parallel_runtime.errors import ParallelError, Refused, WorkerFailed, WorkerLost, say
 from ...parallel_runtime.explain.plan_words import compared, why_replicated
-from ...parallel_runtime.group.history import Size
+from ...parallel_runtime.group.history import LeasedFor, Size
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.group.worker_group import OnStep, Result, WorkerGroup
 from ...parallel_runtime.jobs import Job
@@ -42,17 +43,27 @@ KEEP_MODELS = 2  # models at once in the workers, memory permitting: Wan 2.2 sam
 
 
 @contextmanager
-def lease_workers(spec: ModelSpec, placement: Placement, after: AfterSampling = "keep") -> Iterator[Lease]:
-    """Leases the workers of `placement`, exclusively. `after`: keeps, offloads or unloads the model at the end. Raises
-    WorkerStartError."""
+def lease_workers(
+    spec: ModelSpec, placement: Placement, after: AfterSampling = "keep", *, work: LeasedFor = "sampling"
+) -> Iterator[Lease]:
+    """Leases the workers of `placement`, exclusively, for this work, which the history records. `after`: keeps,
+    offloads or unloads the model at the end. Raises WorkerStartError."""
     setup = comfy_setup(compiles=spec.compilation is not None)
-    with runtime.borrowed(placement, setup, check_interrupt) as group:
+    with _recorded(spec, work), runtime.borrowed(placement, setup, check_interrupt) as group:
         lease = Lease(group, spec)
         try:
             yield lease
+        except WorkerLost as lost:
+            lost.sentence = say("reason.why", reason=lost.sentence, why=say("died.next"))
+            raise
         finally:
             if lease.loaded is not None and after != "keep":
                 lease.loaded.free(after)
+
+
+def _recorded(spec: ModelSpec, work: LeasedFor, *, goes_on: bool = False) -> AbstractContextManager[None]:
+    context, title = get_executing_context(), spec.title if work in ("sampling", "prompt") else ""
+    return runtime.recorded(work, context.prompt_id if context is not None else None, title, goes_on=goes_on)
 
 
 @contextmanager
@@ -63,19 +74,22 @@ def lease_with_plan(
     *,
     previous: GroupModel | None = None,
     plan: RunPlan | None = None,
+    goes_on: bool = False,
 ) -> Iterator[tuple[Lease, RunPlan]]:
     """Leases the workers of a run, with its plan, which is resolved once, when sizes and memory are known. Without
     `devices` in the request all devices start once, and slow ones are left out from then on. `previous` is the model
     at the last evaluation of the same run, and `plan` its plan where the sizes are the same: both stay if the workers
-    still have the model. Raises Refused, with the numbers, before a worker takes memory; WorkerStartError."""
+    still have the model. `goes_on`: the history's record goes on until `runtime.end_evaluations`. Raises Refused, with
+    the numbers, before a worker takes memory; WorkerStartError."""
     first = previous.group.placement if previous is not None else _initial_placement(inputs)
-    with lease_workers(spec, first, after) as lease:
-        known, plan = lease.plan(inputs, previous, plan)
-        if plan.placement == first:
-            yield lease, plan if lease.is_current(previous) else lease.fit(known, plan)
-            return
-    with lease_workers(spec, plan.placement, after) as lease:
-        yield lease, lease.fit(known, plan)
+    with _recorded(spec, "sampling", goes_on=goes_on):
+        with lease_workers(spec, first, after) as lease:
+            known, plan = lease.plan(inputs, previous, plan)
+            if plan.placement == first:
+                yield lease, plan if lease.is_current(previous) else lease.fit(known, plan)
+                return
+        with lease_workers(spec, plan.placement, after) as lease:
+            yield lease, lease.fit(known, plan)
 
 
 def _initial_placement(inputs: PlanInputs) -> Placement:
@@ -221,6 +235,8 @@ class Lease:
         workspace = [max(0, size - recorded) for size, recorded in each]
         for patcher, size in zip(patchers, sum_by_device(placement, workspace).values(), strict=True):
             comfy.model_management.load_models_gpu([patcher], memory_required=size)
+        if not self.spec.kind and not self.spec.text_encoder:
+            self.group.connect(plan.degrees, sharded=plan.sharded, watch=check_interrupt)
         if placement.devices[0] == "cpu" and not limits:
             return None
         if lack := self._find_shortage(needed, limits):

@@ -119,7 +119,7 @@ class RemoteEncoder:
         if of_packs.packs:
             raise NotParallel(say("clip.patched", what=min(of_packs.packs)))
         size = self._size(method, next(iter(arguments.values())))
-        with lease_workers(spec, placement_for(self._request)) as lease:
+        with lease_workers(spec, placement_for(self._request), work="prompt") as lease:
             placed = self._place(lease, size)
             plan = _plan(lease.group.placement, placed, size)
             lack = lease.claim(plan, limited=True)

@@ -200,10 +200,8 @@ class RemoteEvaluation:
             method=method,
         )
         inputs, sizes = described.inputs(self._request, work, batch_coupled=batch_coupled), (work, batch_coupled)
-        with lease_with_plan(described.spec, inputs, previous=self._model, plan=self._plans.get(sizes)) as (
-            lease,
-            plan,
-        ):
+        plan = self._plans.get(sizes)
+        with lease_with_plan(described.spec, inputs, previous=self._model, plan=plan, goes_on=True) as (lease, plan):
             self._model, self._plans[sizes] = lease.loaded, plan
             result = lease.run(plan, job).value["out"]
         like = next(iter(arguments.values()))

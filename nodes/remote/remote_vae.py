@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...parallel_runtime.architectures.autoencoders import COMPARED, Tiles
 from ...parallel_runtime.errors import WorkerFailed
+from ...parallel_runtime.group.history import LeasedFor
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.group.shared_output import SharedOutput
 from ...parallel_runtime.group.worker_group import Result
@@ -112,7 +113,8 @@ class RemoteVAE:
         """Decodes or encodes `x` into this part of `output`. `unit`: pixels in a row of the latent."""
         self._check(method, x, unit)
         placement = placement_for(self._request)
-        with lease_workers(self._spec, placement) as lease:
+        work: LeasedFor = "decoding" if method == "decode" else "encoding"
+        with lease_workers(self._spec, placement, work=work) as lease:
             plan, shares = self._plan(lease, method, tuple(x.shape))
             # Memory that is still missing refuses nothing: ComfyUI's estimate is high, and its VAE goes on with tiles.
             lease.claim(plan)

@@ -140,7 +140,7 @@ class Frames:
     """A module that reshapes its `tokens` by frames, and reads `conditions` frame by frame; all are arguments.
 
     A rank's tokens may begin inside a frame: they are padded with zeros to full frames for the module, and the padding
-    is dropped from its output. The module gets the conditions of these frames alone, along dim 1, `each` entries a
+    is dropped from its output. The module gets only the conditions of these frames, along dim 1, `each` entries a
     frame. The argument `until` counts the tokens that belong to frames, from the first on (None: all).
     """
 

@@ -2,7 +2,8 @@
 Needs no ComfyUI.
 
 A CP node has its native node's sockets and widgets, so no value changes. If a graph has one CP Parallel Config, its new
-CP nodes are connected to it, as ComfyUI's page does it. --back leaves the CP Parallel Config in the graph, unconnected.
+CP nodes are connected to it, as ComfyUI's page does it. --back leaves the CP Parallel Config in the graph, unconnected,
+and this pack's other nodes, and names them.
 """
 
 import argparse
@@ -25,6 +26,10 @@ REPLACEMENTS = {
 }
 NATIVE = {ours: native for native, ours in REPLACEMENTS.items()}
 CONFIG = "CPParallelConfig"
+OTHERS = (
+    CONFIG, "CPPlan", "CPCompare", "CPLoadDiffusionModel", "CPModel", "CPVAE", "CPCLIP",
+    "CPDemoModel", "CPDemoConditioning", "CPDemoDecode",
+)  # fmt: skip
 ALWAYS = 0  # the mode of a node that is neither muted nor bypassed
 SOCKET = {"name": "cp_config", "type": "CP_CONFIG", "shape": 7, "link": None}  # 7: drawn as optional
 LINK = ("id", "origin_id", "origin_slot", "target_id", "target_slot", "type")  # in a link that is a list
@@ -65,6 +70,16 @@ def migrated(workflow: Any, *, back: bool = False) -> tuple[Json, list[SwappedNo
     return workflow, [_swap_call(name, call, names, config) for name, call in replaced]
 
 
+def remaining(workflow: Json) -> list[str]:
+    """Returns the nodes of this pack in a workflow that has no CP sampler any more, each with its number."""
+    if not isinstance(workflow.get("nodes"), list):
+        calls = workflow["prompt"] if isinstance(workflow.get("prompt"), dict) else workflow
+        return [f"node {name} ({call['class_type']})" for name, call in calls.items() if call["class_type"] in OTHERS]
+    nodes = [(place, node) for place, graph in _graphs(workflow) for node in _items(graph.get("nodes"))]
+    named = [(f" in {place}" if place else "", node) for place, node in nodes if node.get("type") in OTHERS]
+    return [f"node {node.get('id', node.get('index', '?'))}{where} ({node['type']})" for where, node in named]
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m parallel_runtime migrate", description=__doc__)
     parser.add_argument("workflow", type=Path, help="a saved workflow, or - for standard input")
@@ -85,6 +100,8 @@ def main(arguments: list[str]) -> int:
     out = options.out or (Path("-") if from_stdin else _default_out(options.workflow, options.back))
     for change in changes:
         log.info("%s", change)
+    if options.back and (left := remaining(result)):
+        log.info("this pack's nodes that are left: %s; take them out, or keep the pack", ", ".join(left))
     if not changes:
         kinds = ", ".join(NATIVE if options.back else REPLACEMENTS)
         log.info("there is no %s in it: nothing to change%s", kinds, "" if str(out) == "-" else ", nothing written")

@@ -53,8 +53,8 @@ def _measure(options: argparse.Namespace) -> int:
     if options.devices == "cuda" and not gpus:
         log.info("torch sees no CUDA device here; --devices cpu tries the report itself, with a tiny network")
         return 1
-    placements, page = report_measuring.placements(options.world, gpus), Page(options.out, machine())
     comfyui = find_comfyui(options.comfyui)
+    placements, page = report_measuring.placements(options.world, gpus), Page(options.out, machine(comfyui))
     page.section("FLUX with random weights on the workers")
     try:
         for row in report_measuring.measurements(comfyui, placements) if comfyui else [NO_COMFYUI]:
@@ -67,10 +67,13 @@ def _measure(options: argparse.Namespace) -> int:
     return 0
 
 
-def machine() -> dict[str, Any]:
-    """Returns the versions and the hardware that results depend on."""
+def machine(comfyui: str = "") -> dict[str, Any]:
+    """Returns the versions, ComfyUI's in this folder too, and the hardware that results depend on."""
     cuda = torch.cuda.is_available()
     return {
+        "context-parallel-sampler": _value_in(ROOT / "pyproject.toml", "version", "="),
+        "comfyui": _value_in(Path(comfyui) / "comfyui_version.py", "__version__", "=") if comfyui else None,
+        "cpu": f"{_value_in(Path('/proc/cpuinfo'), 'model name', ':') or platform.machine()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "diffusers": version_of("diffusers"),
@@ -111,6 +114,13 @@ def add_comfyui(parser: argparse.ArgumentParser) -> None:
     """Adds the option that `find_comfyui` takes."""
     words = "ComfyUI's folder; otherwise COMFYUI_PATH, or the ComfyUI that contains this pack"
     parser.add_argument("--comfyui", type=checkout, default="", help=words)
+
+
+def _value_in(path: Path, name: str, between: str) -> str | None:
+    """Returns the first value of `name` in a file of lines such as `name = value`, without quotes."""
+    lines = path.read_text().splitlines() if path.is_file() else []
+    values = (value for key, _, value in (line.partition(between) for line in lines) if key.strip() == name)
+    return next((value.strip(' "') for value in values), None)
 
 
 def _output(*command: str) -> str | None:

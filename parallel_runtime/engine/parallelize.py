@@ -20,7 +20,7 @@ from ..architectures.control_networks import ControlRowPlan
 from ..architectures.network_modules import preferred_attentions
 from ..architectures.row_plan import CascadeRowPlan, RowPlan
 from ..architectures.split_plan import HeadFunction, HeadProducer, ModulePlan, SplitPlan
-from ..errors import Refused
+from ..errors import Refused, Unsplittable
 from ..specs import Parallelism
 from .attention.attention_override import OVERRIDE, AttentionOverride, wrap_modules
 from .attention.head_functions import TORCH, HeadAttention
@@ -193,7 +193,7 @@ class _TokenDivision(ExitStack):
         attended = self._split_calls.pop() < self._override.split_calls  # else to this rank's tokens alone
         if not attended and not any(getattr(each, MAY_SKIP, False) for each in (block, block.forward)):
             name = f"{type(block).__name__} ({plan.name})"
-            raise Refused("network.unsplit", widget="ring_degree", network=name)
+            raise Unsplittable(f"the attention of {name} did not run on the workers' split tokens")
 
     def _begin(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._clear()
@@ -234,7 +234,7 @@ class _TokenDivision(ExitStack):
             self._residual_consumer._residual_tokens = self.streams.length(self._plan.main_stream)
         self._clear()
         if output is not None and unfinished:  # None: it raised
-            raise Refused("network.ungathered", widget="ring_degree", network=type(network).__name__)
+            raise Unsplittable(f"the tokens of {type(network).__name__} were not gathered after its blocks")
 
     def _clear(self) -> None:
         self.streams.clear()

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import Refused
+from ..errors import Refused, Unsplittable
 from .comm.collectives import Pending, allocate, any_rank
 from .comm.mesh import MeshDim
 
@@ -53,7 +53,7 @@ class StageChannel:
         received = [self._recv(peer, layout, like[0].device) for layout in layouts]
         shapes, expected = [list(x.shape) for x in received], [list(x.shape) for x in like]
         if shapes != expected:
-            raise Refused("stage.shapes", widget="pipeline_degree", shapes=str(shapes), expected=str(expected))
+            raise Unsplittable(f"a stage was given tokens of {shapes} and expected {expected}", "pipeline_degree")
         return received
 
     def send_end(self) -> None:

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten, tre
 
 from ..architectures.network_modules import BlockRef, counts_of, owners, units_of
 from ..architectures.split_plan import SplitPlan
-from ..errors import Refused
+from ..errors import Refused, Unsplittable
 from ..specs import Parallelism
 from .comm.collectives import all_gather_int, all_gather_v
 from .comm.mesh import ContextMesh, MeshDim
@@ -167,10 +167,13 @@ class Stages(ExitStack):
         self._output_shared, self._outer_exception = False, sys.exc_info()[1]
         self._begin_turn()
         if self._late_block and any((kwargs.get("control") or {}).values()):
-            name = type(network).__name__
-            raise Refused("stage.control", widget="pipeline_degree", network=name, kept=self._late_block)
+            detail = (
+                f"a ControlNet adds to what {self._late_block} keep for later blocks, which may be in another stage"
+            )
+            raise Unsplittable(detail, "pipeline_degree")
         if ((kwargs.get("transformer_options") or {}).get("patches") or {}).get("noise_refiner"):
-            raise Refused("stage.fun", widget="pipeline_degree", network=type(network).__name__)
+            detail = "a Fun ControlNet continues from its result at blocks that may be in another stage"
+            raise Unsplittable(detail, "pipeline_degree")
 
     def _begin_turn(self) -> None:
         self._latest_stage, self._unit = None, 0
@@ -181,7 +184,7 @@ class Stages(ExitStack):
     ) -> None:
         """Runs before the arguments are split: a split makes other tensors."""
         if number < self._unit and not block.module_plan.repeats:
-            raise Refused("stage.order", widget="pipeline_degree", name=block.module_plan.name)
+            raise Unsplittable(f"{block.module_plan.name} runs in another order than its plan says", "pipeline_degree")
         self._unit = number
         tokens = _hidden_states(block, args, kwargs)
         self._sources = [getattr(tensor, STAGE_ATTRIBUTE, self._latest_stage) for tensor in tokens]

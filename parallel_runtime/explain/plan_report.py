@@ -19,7 +19,7 @@ from ..planning.memory_model import estimate_activation_bytes
 from ..planning.misfit import GIB, size_in_words
 from ..planning.network_stats import Work
 from ..planning.plan_inputs import PlanInputs
-from ..planning.resolve import CLEARLY, evaluate
+from ..planning.resolve import MIN_GAIN_TO_SWITCH, evaluate
 from ..planning.run_plan import RunPlan
 from ..planning.seconds import attention_bytes, evaluation_seconds
 from ..planning.stage_blocks import StageBlocks, busy_share, cached_key_value_bytes, stages_of, weight_ranges
@@ -28,7 +28,7 @@ from ..specs import Parallelism, Placement, WeightPlacement
 from .plan_picture import Part, parts
 from .plan_words import idle, memory, shares_in_words, unused, weights, why_replicated
 
-Kind = Literal["model", "row", "note", "trouble"]
+Kind = Literal["model", "row", "note", "trouble", "text"]
 
 # Root mean square of how far the demo's latent was from one worker's, by its standard deviation: five steps over two
 # CPU workers of Ulysses, and of a ring, where a rank's own keys stay as they are.
@@ -37,7 +37,8 @@ FLOAT8_ERROR, FLOAT8_RING_ERROR = 0.014, 0.004
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a report: the model, a part of the plan, advice ("note"), or a refusal ("trouble")."""
+    """One row of a report: the model, a part of the plan, advice ("note"), a refusal ("trouble"), or what only the text
+    has ("text"): the page shows it as a picture."""
 
     title: str
     sentences: str | tuple[str, ...]
@@ -108,13 +109,15 @@ def report(
     decode: str | tuple[str, ...] = "",
     encode: tuple[str, ...] = (),
     pace: Pace | None = None,
+    paces: Sequence[Pace] = (),
     troubles: Sequence[Row] = (),
     compared: Sequence[str] = (),
 ) -> Report:
     """Returns the report on the `plan` of these inputs, which has no estimate where its weights fit nowhere. `free` are
     the bytes that each worker could take of its device at this moment, () where none has measured. `decode` has the
-    sentences on a VAE, `encode` those on a text encoder, `pace` is that of a run of this plan. Refusals, the
-    `troubles`, come first; `compared` says how long other devices and degrees would take."""
+    sentences on a VAE, `encode` those on a text encoder, `pace` is that of a run of this plan, `paces` are
+    all that were measured. Refusals, the `troubles`, come first; `compared` says how long other devices and degrees
+    would take."""
     work, degrees, placement, request = subject.work, plan.degrees, plan.placement, inputs.request
     profile, capacity = inputs.profile_of(plan), inputs.capacity.of(plan.ranks)
     measured = profile is not None and profile.bytes_per_second > 0
@@ -132,6 +135,7 @@ def report(
     rows = [
         *troubles,
         Row("Speed", (_measured_speed(pace), _speed(work, plan, profile))),
+        Row("Speed", tuple(_measured_speed(one) for one in paces if one is not pace), "text"),
         Row("Model", subject.model, "model"),
         Row("Tokens", _tokens(subject.tokens, work.sequences)),
         Row("ControlNets", subject.controls),
@@ -296,8 +300,8 @@ def _speed(work: Work, plan: RunPlan, profile: DeviceProfile | None) -> str:
         return ""
     degrees = plan.degrees
     group = replace(degrees, cfg_degree=1, data_degree=1, shares=())
-    several, alone = (evaluation_seconds(work, each, profile) for each in (group, Parallelism()))
-    times = RunSetup.of(degrees, plan.placement).plausible_speedup(alone / several) if several else None
+    several, on_one = (evaluation_seconds(work, each, profile) for each in (group, Parallelism()))
+    times = RunSetup.of(degrees, plan.placement).plausible_speedup(on_one / several) if several else None
     if times is None:
         return ""
     groups = degrees.cfg_degree * degrees.data_degree
@@ -361,7 +365,7 @@ def _of_batch(work: Work, plan: RunPlan, profile: DeviceProfile | None) -> str:
     shared = Parallelism(data_degree=data, ulysses_degree=workers // data)
     now = evaluation_seconds(work, degrees, profile) * -(-work.branches // degrees.cfg_degree)
     other = evaluation_seconds(work, shared, profile) * work.branches
-    faster = other < CLEARLY * now and not plan.placement.shared
+    faster = other < MIN_GAIN_TO_SWITCH * now and not plan.placement.shared
     return say_if(faster, "note.batch", rows=work.sequences, data=data, other=f"{other:.2f}", seconds=f"{now:.2f}")
 
 

@@ -10,7 +10,7 @@ from ..planning.encoder_placement import EncoderPlacement, EncoderSize
 from ..planning.memory_model import Capacity, MemoryModel
 from ..planning.misfit import GIB, size_in_words
 from ..planning.network_stats import NetworkStats, Work
-from ..planning.resolve import CLEARLY
+from ..planning.resolve import MIN_GAIN_TO_SWITCH
 from ..planning.run_plan import Estimate, RunPlan
 from ..planning.stage_blocks import outside_bytes
 from ..planning.work_shares import are_uneven, work_percent
@@ -40,7 +40,7 @@ def _other(plan: RunPlan, best: RunPlan) -> Sentence | None:
     if plan.seconds == math.inf:
         return None if plan.left_out else say("unlike.nowhere")
     if plan.left_out:
-        key = "unlike.leave" if plan.seconds < CLEARLY * best.seconds else "unlike.without"
+        key = "unlike.leave" if plan.seconds < MIN_GAIN_TO_SWITCH * best.seconds else "unlike.without"
         return say(key, device=", ".join(plan.left_out), seconds=_seconds(plan))
     return say("unlike.halves" if plan.degrees.cfg_degree == 2 else "unlike.tokens", seconds=_seconds(plan))
 
@@ -131,7 +131,7 @@ def _weights_of_each(plan: RunPlan, estimate: Estimate, blocks: int) -> str:
 
 def _why_not_replicated(plan: RunPlan, work: Work, capacity: Capacity) -> str:
     """Says which devices replicated weights would fit, and which not; "" where they fit all or none."""
-    model = MemoryModel(work=work, degrees=plan.degrees, capacity=capacity).one_by_one
+    model = MemoryModel(work=work, degrees=plan.degrees, capacity=capacity).with_one_prompt_per_batch
     needed = model.needed_bytes_by_rank(WeightPlacement())
     each = list(zip(plan.placement.device_names, model.budget_bytes_by_rank, needed, strict=True))
     fitting = [device for device, budget, size in each if budget is None or size <= budget]

@@ -129,7 +129,7 @@ def decode_line(decode: Decode, workers: int, profile: DeviceProfile | None) -> 
     if decode.grid is not None:
         sizes["share"] = f"{decode.tile_bytes / GIB:.2f}"
         memory = say("decode.tiles", **sizes, workers=min(workers, decode.grid.count))
-    alone, several = (profile and decode_seconds(decode, count, profile) for count in (1, workers))
-    if alone is None or several is None:
+    on_one, several = (profile and decode_seconds(decode, count, profile) for count in (1, workers))
+    if on_one is None or several is None:
         return (memory,)
-    return memory, say("decode.seconds", alone=f"{alone:.1f}", several=f"{several:.1f}")
+    return memory, say("decode.seconds", alone=f"{on_one:.1f}", several=f"{several:.1f}")

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from ..errors import ParallelError, WorkerLost, say
+from ..errors import ParallelError, Refused, WorkerLost, WorkerStartError, say
 from ..jobs import EncodingJob, EvaluationJob, Job, VAEJob
 from ..specs import ModelSpec, Parallelism, Placement
 from ..wire.messages import Busy, Done, Heartbeat, Joined, Readings, Step
-from .group_status import BUSY, CONVERTING, RESTING, WORK, Loss, RankStatus, Stage, State, Status
-from .history import History
+from .group_status import CONVERTING, RESTING, Loss, RankStatus, Stage, State, Status
+from .history import History, LeasedFor
 from .journal import Journal
 
 LAST_LINES = 6  # printed lines shown of a worker that has ended
@@ -38,11 +40,25 @@ class Activity:
         """Sets the stage of the start, and the number of workers that have finished it."""
         self._change(stage=stage, step=workers)
 
-    def request_run(self, *, by_prompt: bool = False) -> None:
-        """A run requests the workers; `by_prompt`: a queued prompt does so ahead, which counts only while they are
-        idle."""
-        if self.history.requested_at is None or (by_prompt and self.now.state not in BUSY):
-            self.history.requested_at = time.time()
+    @contextmanager
+    def recorded(
+        self, work: LeasedFor, prompt: Hashable = None, model: str = "", *, goes_on: bool = False
+    ) -> Iterator[None]:
+        """The history's record of what runs in this context, as `prompt` wants it. `goes_on`: it is one evaluation of a
+        run, whose record goes on until `end_evaluations`."""
+        opened, how, reason = self.history.open(work, prompt, model), "idle", ""
+        try:
+            yield
+        except BaseException as error:
+            how = "died" if isinstance(error, ParallelError) else "cancelled"
+            if isinstance(error, Refused):
+                how, reason = "refused", error.sentence
+            if isinstance(error, WorkerStartError):
+                how = "unstarted"
+            raise
+        finally:
+            if (opened and not goes_on) or (goes_on and how != "idle"):
+                self._close_record(how, reason)
 
     def joined(self, answers: dict[int, Joined], machines: list[str]) -> None:
         ranks = (
@@ -108,6 +124,7 @@ class Activity:
         """The run of a sampler in ComfyUI's process is over."""
         if self.now.state == "sampling":
             self._set_state("idle")
+        self._close_record("idle")
 
     def cancelled(self) -> None:
         """The run was cancelled, and the workers keep their models."""
@@ -121,7 +138,7 @@ class Activity:
 
     def refused(self, reason: str) -> None:
         """A run was refused: by the workers while they are at it, or before it began."""
-        self.history.refused(reason, time.time(), working=self.now.state in (*WORK, "cancelling"))
+        self.history.refused(reason, time.time())
         self._change(runs=self.history.runs)
 
     def rank_gone(self, worker: str, rank: int) -> None:
@@ -159,7 +176,7 @@ class Activity:
     def _replace_status(self, now: Status) -> None:
         """Replaces the status; only the history is kept."""
         if now.state != self.now.state:
-            self.history.state_changed(self.now, now)
+            self.history.state_changed(now)
         self.now = replace(now, runs=self.history.runs)
 
     def _step(self, step: int, total: int) -> None:
@@ -170,6 +187,10 @@ class Activity:
             self._set_state("sampling")
         self._change(step=step + 1, steps=total)
         self.history.step_done(self.now, time.monotonic())
+        self._change(runs=self.history.runs)
+
+    def _close_record(self, how: str, reason: str = "") -> None:
+        self.history.close(how, reason)
         self._change(runs=self.history.runs)
 
     def _change(self, **known: Any) -> None:

@@ -52,7 +52,8 @@ class PastRun:
     None if unknown. `alone` is the seconds a step on one worker: `measured` in a run of this size at the time
     `alone_at`, or else estimated; None if unknown, if workers share a device, if the speedup is implausible, or if the
     result is not that of one worker.
-    `kind` is that of the devices, `tokens` the size of the work, 0 if unknown. `measuring`: CP Plan asked for it.
+    `kind` is that of the devices, `tokens` the size of the work, 0 if unknown. `measuring`: CP Plan's Measure asked for
+    it, `comparing`: Compare did.
     `approximate`: its result is not the picture of one GPU. `reason` says why a run was refused."""
 
     model: str = ""
@@ -60,6 +61,7 @@ class PastRun:
     kind: str = ""
     tokens: int = 0
     measuring: bool = False
+    comparing: bool = False
     approximate: bool = False
     began: float = 0.0
     phases: tuple[tuple[str, float], ...] = ()

@@ -48,6 +48,7 @@ class Runtime:
         self.history = self._activity.history
         self.journal = self._activity.journal  # what was printed and logged last
         self.refused = self._activity.refused  # a run was, for this reason
+        self.recorded = self._activity.recorded
         self.end_evaluations = self._activity.end_evaluations
         self._lock = threading.RLock()  # needed to use, start or end the group
         self._closing = threading.Event()
@@ -74,7 +75,6 @@ class Runtime:
             watch()
             return True
 
-        self._activity.request_run()
         self.awaited = True
         try:
             with self._locked(go_on):
@@ -102,7 +102,7 @@ class Runtime:
         """Starts the group on another thread, if none is alive, for a `queued` prompt or a later one. The run that
         borrows it gets the error of a failed start."""
         if queued:
-            self._activity.request_run(by_prompt=True)
+            self.history.expect()
         self._start_in_thread(placement, comfy)
 
     def status(self) -> Status:
@@ -127,7 +127,7 @@ class Runtime:
         also after a failed start. Returns False if there is none to restart and none is starting.
         """
         group, now = self.group, self._activity.now
-        self.history.requested_at = None  # no run waits for these workers
+        self.history.expect_nobody()
         if group is None:
             if now.state in ("died", "unstarted") and now.placement is not None:
                 self._start_in_thread(now.placement, comfy)

@@ -116,8 +116,8 @@ class Torchrun:
         return self._ended
 
     def cause_of_death(self, rank: int) -> Cause:
-        """Returns how this rank ended, as far as torchrun reports it within a second."""
-        ended = self.ended(1.0) or Ended()
+        """Returns how this rank ended, as far as torchrun reports it: within a second, and later on a busy machine."""
+        ended = self.ended(GRACE_SECONDS) or Ended()
         self._printed[rank].end(0.5)
         if cause := next((cause for cause in ended.causes if cause.rank == rank), None):
             return cause

@@ -129,8 +129,7 @@ class WorkerGroup:
                 answers = self._collect_answers(number, LOAD_SECONDS, on_step, watch, longest)
                 if self._kill_error is not None:  # its processes are ending, also where they have answered
                     raise self._kill_error
-        except Refused as refused:
-            self.activity.refused(refused.sentence)
+        except Refused:
             raise
         except ParallelError as error:
             raise self._lose(error) from None
@@ -162,6 +161,11 @@ class WorkerGroup:
         ranks evict its recorded forwards: these are replayed on all or none."""
         self._measure(UNLOAD_SECONDS, model=model, recordings=True, ranks=tuple(ranks), nbytes=nbytes)
 
+    def connect(self, parallelism: Parallelism, *, sharded: bool, watch: Watch = lambda: None) -> None:
+        """Has the workers make the communicators of these degrees, and those of a shard, unless they have them: the
+        memory that NCCL takes for them is in the readings then."""
+        self._measure(LOAD_SECONDS, watch, degrees=parallelism, sharded=sharded)
+
     def measure(self, watch: Watch = lambda: None) -> tuple[Readings, ...]:
         """Returns the current readings of each rank, in rank order; `watch` is called as in `run`."""
         return self._measure(ANSWER_SECONDS, watch)
@@ -186,7 +190,7 @@ class WorkerGroup:
         self.close()
 
     def _measure(self, limit: float, watch: Watch = lambda: None, **freed: Any) -> tuple[Readings, ...]:
-        """Frees memory as the fields `freed` of a Measure say, and returns each rank's readings."""
+        """Does what the fields `freed` of a Measure say, and returns each rank's readings."""
         if self._error is not None:
             raise self._error
         number = next(self._jobs)

@@ -11,14 +11,23 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 
 from ..errors import Refused
-from ..specs import Parallelism, Placement, WeightPlacement, WeightsMode
+from ..specs import DEGREES, Parallelism, Placement, WeightPlacement, WeightsMode
 from .memory_model import FETCHED_MODES, SIMILAR_RATIO, MemoryModel
 from .plan_inputs import PlanInputs
-from .request_checks import check_placement, check_request, check_workers, unused_shares
+from .request_checks import (
+    check_placement,
+    check_request,
+    check_workers,
+    is_too_much,
+    too_much,
+    unused_shares,
+    worker_limit,
+)
 from .run_plan import RunPlan
-from .seconds import alone_seconds_by_rank, are_heterogeneous, rotate_method_for, shares_by_speed
+from .seconds import are_heterogeneous, rotate_method_for, shares_by_speed, single_worker_seconds_by_rank
 from .work_shares import are_uneven, requested_shares, shares_have_no_effect
 
 
@@ -27,7 +36,9 @@ def default_plan(inputs: PlanInputs) -> RunPlan:
     where the request cannot work."""
     request, nnodes, devices = inputs.request, inputs.request.nnodes, inputs.devices
     check_request(inputs)
-    degrees = _default_degrees(inputs, nnodes * max(1, len(devices)))
+    degrees = _default_degrees(inputs)
+    if is_too_much(degrees, inputs):
+        raise too_much(degrees, inputs, *_nearest(inputs))
     check_workers(degrees, devices, inputs)
     local_workers = degrees.world_size // nnodes
     placement = Placement(
@@ -89,40 +100,105 @@ def _orders_to_leave_out(inputs: PlanInputs, default: RunPlan) -> Iterator[Seque
     work, profile, budgets = inputs.work, inputs.profile_of(default), inputs.capacity.ranks
     ranks = range(default.placement.world_size)
     if work is not None and profile is not None and are_heterogeneous(work, default.placement, profile):
-        alone = alone_seconds_by_rank(work, profile)
-        yield sorted(ranks, key=lambda rank: -alone[rank])
+        seconds = single_worker_seconds_by_rank(work, profile)
+        yield sorted(ranks, key=lambda rank: -seconds[rank])
     if len(budgets) == len(ranks) and max(budgets) > SIMILAR_RATIO * min(budgets):
         yield sorted(ranks, key=lambda rank: budgets[rank])
     if inputs.is_coupled:
         yield ranks[::-1]
 
 
+def _products(inputs: PlanInputs, workers: int) -> Iterator[Parallelism]:
+    """Yields every product of degrees by which `workers` could divide this network's work, whatever the request says,
+    the preferred one first: no stages before some, prompts before the sequence, Ulysses before a ring."""
+    divisible, heads, no_ring = inputs.network.divisible, inputs.network.heads, inputs.network.no_lse
+    for stages in _divisors(workers) if divisible else (1,):
+        patches = inputs.request.options.token_patches if stages > 1 else 1
+        options = replace(inputs.request.options, token_patches=patches)
+        for data in _divisors(workers // stages):
+            for cfg in (2, 1) if workers // (stages * data) % 2 == 0 else (1,):
+                sharing = workers // (stages * data * cfg)
+                for ring in _divisors(sharing) if divisible or sharing == 1 else ():
+                    if sharing // ring <= heads and (ring == 1 or (not no_ring and stages == 1)):
+                        yield Parallelism(
+                            options=options,
+                            ring_degree=ring,
+                            ulysses_degree=sharing // ring,
+                            cfg_degree=cfg,
+                            data_degree=data,
+                            pipeline_degree=stages,
+                        )
+
+
+@cache
+def _divisors(workers: int) -> tuple[int, ...]:
+    return tuple(degree for degree in range(1, workers + 1) if workers % degree == 0)
+
+
+def _nearest(inputs: PlanInputs) -> tuple[Parallelism, dict[str, int]]:
+    """Returns the degrees of the least changed request that works, and its changes: the fewest widgets, then the least
+    apart, then the most workers. The request's own degrees need too many workers or heads."""
+    request, options = inputs.request, []
+    every = range(request.nnodes, worker_limit(inputs) + 1, request.nnodes)
+    asked = {name: getattr(request, name) for name in DEGREES}
+    for degrees in (degrees for workers in every for degrees in _products(inputs, workers)):
+        fix = {name: degree for name, degree in degrees.by_name.items() if asked[name] not in (0, degree)}
+        apart = sum(abs(degree - asked[name]) for name, degree in fix.items())
+        if degrees.pipeline_degree == 1 < request.options.token_patches:
+            fix["patches"] = 1
+        options.append((len(fix), apart, -degrees.world_size, fix))
+    for *_, fix in sorted(options, key=lambda option: option[:3]):
+        with suppress(Refused):
+            changed = replace(inputs, request=request.with_values(fix))
+            check_request(changed)
+            degrees = _default_degrees(changed)
+            check_workers(degrees, inputs.devices, changed)
+            if not is_too_much(degrees, changed):
+                return degrees, fix
+    raise AssertionError("one worker always works")
+
+
 def _degrees(inputs: PlanInputs, default: RunPlan, placement: Placement) -> list[Parallelism]:
-    """Returns every product of degrees that the request allows for these workers, the preferred one first: prompts
-    before images, Ulysses before a ring; where rows may be split, none before some. Groups of data_degree compute the
-    same where there are fewer images, so that fewer workers, or none, share a sequence."""
-    request, workers = inputs.request, placement.world_size
+    """Returns every product of degrees that the request allows for these workers, the preferred one first; where rows
+    may be split, none before some. Groups of data_degree compute the same where there are fewer images, so that fewer
+    workers, or none, share a sequence."""
+    workers = placement.world_size
     first = _default_degrees(inputs, workers)
     first = first if inputs.may_split_prompts else _without_cfg_degree(inputs, first)
-    found, groups = [first], [first.data_degree]
-    if inputs.sequence_degrees_open and request.pipeline_degree <= 1:
-        if not request.data_degree and not inputs.is_coupled and not placement.shared and placement.nnodes == 1:
-            assert inputs.work is not None
-            if not are_heterogeneous(inputs.work, default.placement, inputs.profile_of(default)):
-                groups = [count for count in range(1, workers + 1) if workers % count == 0]
-        for data in groups:
-            for cfg in (first.cfg_degree,) if request.cfg_degree else (first.cfg_degree, 1):
-                for ring, ulysses in _sequence_degrees(inputs, max(1, workers // (data * cfg))):
-                    split = replace(first, ring_degree=ring, ulysses_degree=ulysses)
-                    found.append(replace(split, data_degree=data, cfg_degree=cfg))
-    chosen = request.ring_degree or request.ulysses_degree or request.cfg_degree or request.weights != "auto"
-    if request.pipeline_degree == 0 and not chosen:
-        found += [each for data in groups if data < workers for each in _staged(inputs, data, workers // data)]
-    found = [degrees for degrees in dict.fromkeys(found) if degrees.world_size == workers]
-    shared_out = [taken for degrees in found for taken in _usable(inputs, degrees)]
+    groups = _data_degrees(inputs, default, placement, first)
+    found = [degrees for degrees in (first, *_products(inputs, workers)) if degrees.world_size == workers]
+    found = [degrees for degrees in found if degrees == first or _allows(inputs, degrees, first, groups)]
+    shared_out = [taken for degrees in dict.fromkeys(found) for taken in _usable(inputs, degrees)]
     if inputs.network.row_levels:
         shared_out.sort(key=lambda degrees: degrees.context_parallel_size > 1)
     return shared_out
+
+
+def _data_degrees(inputs: PlanInputs, default: RunPlan, placement: Placement, first: Parallelism) -> Sequence[int]:
+    """Returns how many groups may have images of their own, or repeat what others compute."""
+    request = inputs.request
+    fixed = request.data_degree or not inputs.sequence_degrees_open or request.pipeline_degree > 1
+    if fixed or inputs.is_coupled or placement.shared or placement.nnodes > 1:
+        return [first.data_degree]
+    assert inputs.work is not None
+    if are_heterogeneous(inputs.work, default.placement, inputs.profile_of(default)):
+        return [first.data_degree]
+    return _divisors(placement.world_size)
+
+
+def _allows(inputs: PlanInputs, degrees: Parallelism, first: Parallelism, groups: Sequence[int]) -> bool:
+    """Does the request, whose own degrees are `first`, allow these?"""
+    request = inputs.request
+    if degrees.data_degree not in groups:
+        return False
+    if degrees.pipeline_degree > 1:
+        chosen = request.ring_degree or request.ulysses_degree or request.cfg_degree or request.weights != "auto"
+        alike = degrees.cfg_degree * degrees.context_parallel_size == 1
+        return request.pipeline_degree == 0 and not chosen and alike and _may_have_stages(inputs, degrees)
+    cfg_degrees = (first.cfg_degree,) if request.cfg_degree else (first.cfg_degree, 1)
+    by_heads = inputs.network.heads % degrees.ulysses_degree == 0
+    may_share = inputs.sequence_degrees_open and request.pipeline_degree <= 1
+    return may_share and by_heads and degrees.cfg_degree in cfg_degrees
 
 
 def _with_shares(inputs: PlanInputs, degrees: Parallelism) -> Parallelism:
@@ -141,13 +217,14 @@ def _usable(inputs: PlanInputs, degrees: Parallelism) -> list[Parallelism]:
     return []
 
 
-def _default_degrees(inputs: PlanInputs, world_size: int) -> Parallelism:
-    """Returns the degrees of the request, with those filled in that it leaves open."""
+def _default_degrees(inputs: PlanInputs, workers: int = 0) -> Parallelism:
+    """Returns the degrees of the request, with those filled in that it leaves open, for this many workers or all."""
     request = inputs.request
     stages, data_degree = max(1, request.pipeline_degree), max(1, request.data_degree)
-    workers = max(1, world_size // (data_degree * stages))
+    workers = workers or request.nnodes * max(1, len(inputs.devices))
+    workers = max(1, workers // (data_degree * stages))
     cfg = request.cfg_degree or _auto_cfg_degree(inputs, workers)
-    ring, ulysses = _sequence_degrees(inputs, max(1, workers // cfg))[0]
+    ring, ulysses = _sequence_degrees(inputs, max(1, workers // cfg))
     return Parallelism(
         options=request.options,
         ring_degree=ring,
@@ -167,20 +244,20 @@ def _auto_cfg_degree(inputs: PlanInputs, workers: int) -> int:
     return 2 if inputs.may_split_prompts and inputs.sequence_degrees_open and workers % 2 == 0 and may_split else 1
 
 
-def _sequence_degrees(inputs: PlanInputs, workers: int) -> list[tuple[int, int]]:
-    """Returns the ring and Ulysses degrees by which `workers` or fewer can share a sequence: those of the request, and
-    where it leaves both open all that all workers can have, the largest Ulysses degree first."""
+def _sequence_degrees(inputs: PlanInputs, workers: int) -> tuple[int, int]:
+    """Returns the ring and Ulysses degree by which `workers` or fewer share a sequence: those of the request, and what
+    it leaves open as large as all workers can have, Ulysses first."""
     ring, ulysses, heads = inputs.request.ring_degree, inputs.request.ulysses_degree, inputs.network.heads
     if not inputs.network.divisible:
-        return [(1, 1)]
+        return 1, 1
     if inputs.sequence_degrees_open and not inputs.has_no_ring:
-        degrees = (degree for degree in range(workers, 0, -1) if workers % degree == 0 == heads % degree)
-        return [(workers // degree, degree) for degree in degrees]
+        ulysses = max(degree for degree in _divisors(workers) if heads % degree == 0)
+        return workers // ulysses, ulysses
     ring = ring or int(inputs.has_no_ring)
     if ulysses:
-        return [(ring or max(1, workers // ulysses), ulysses)]
+        return ring or max(1, workers // ulysses), ulysses
     most = max(1, workers // ring)
-    return [(ring, max(degree for degree in range(1, most + 1) if heads % degree == 0))]
+    return ring, max(degree for degree in range(1, most + 1) if heads % degree == 0)
 
 
 def _without_cfg_degree(inputs: PlanInputs, degrees: Parallelism) -> Parallelism:
@@ -196,13 +273,11 @@ def _without_cfg_degree(inputs: PlanInputs, degrees: Parallelism) -> Parallelism
     return replace(degrees, cfg_degree=1, data_degree=2 * degrees.data_degree)
 
 
-def _staged(inputs: PlanInputs, data_degree: int, stages: int) -> list[Parallelism]:
-    """Returns the degrees of a pipeline of this many stages, if there can be one."""
-    request = replace(inputs.request, pipeline_degree=stages)
+def _may_have_stages(inputs: PlanInputs, degrees: Parallelism) -> bool:
     with suppress(Refused):
-        check_request(replace(inputs, request=request))
-        return [Parallelism(options=request.options, data_degree=data_degree, pipeline_degree=stages)]
-    return []
+        check_request(replace(inputs, request=replace(inputs.request, pipeline_degree=degrees.pipeline_degree)))
+        return True
+    return False
 
 
 def _with_weights(inputs: PlanInputs, plan: RunPlan) -> Iterator[RunPlan]:
@@ -242,7 +317,7 @@ def _automatic(memory: MemoryModel, before: WeightPlacement | None) -> Sequence[
     and all prompts at once before one by one, which costs replicated weights nothing, and others a second fetch. Where
     nothing fits these are the placements that need least."""
     for modes in (("replicate",), FETCHED_MODES):
-        for each in (memory, memory.one_by_one):
+        for each in (memory, memory.with_one_prompt_per_batch):
             if placements := [weights for mode in modes if (weights := _most_resident(mode, each, before)) is not None]:
                 return [(weights, each is memory) for weights in placements]
     return [(weights, False) for weights in memory.least_placements]

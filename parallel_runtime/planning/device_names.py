@@ -29,7 +29,7 @@ def parse_devices(text: str, gpus: int, kind: str = CUDA.kind) -> tuple[str, ...
 
 
 def why_one_gpu(gpus: int) -> str:
-    """Returns why there is one GPU alone, where the environment may hide others; "" where it does not."""
+    """Returns why there is only one GPU, where the environment may hide others; "" where it does not."""
     chosen = any(argument.startswith("--cuda-device") for argument in sys.argv)
     if gpus != 1 or chosen or os.environ.get("CUDA_VISIBLE_DEVICES") != "0":
         return ""

@@ -101,7 +101,7 @@ class MemoryModel:
         return tuple(full - each + -(-each * part // total) for each, (part, total) in parts)
 
     @property
-    def one_by_one(self) -> MemoryModel:
+    def with_one_prompt_per_batch(self) -> MemoryModel:
         """Returns this model with one prompt in a batch, where `work` has all of a rank's."""
         return replace(self, work=replace(self.work, prompts=1))
 
@@ -188,7 +188,7 @@ class MemoryModel:
             return degrees
         cached = cached_bytes_per_block(self.work, degrees)
         loads = [Load(load.nbytes + cached * load.blocks, load.blocks) for load in network.loads]
-        other = max(self.one_by_one.activation_bytes_by_rank) + outside_bytes(network)
+        other = max(self.with_one_prompt_per_batch.activation_bytes_by_rank) + outside_bytes(network)
         budgets = [budget for budget in self.budget_bytes_by_rank if budget is not None]
         free = [max(0, int((1 - UNFILLED_SHARE) * budget) - other) for budget in budgets]
         ranks = degrees.world_size // degrees.pipeline_degree

@@ -18,7 +18,7 @@ class NetworkStats:
     """A network in numbers; without a `name` one that is not known yet.
 
     `divisible`: a split plan says how its sequence is split; `step_cacheable`: a step cache may leave its blocks out.
-    `images_coupled`: it sees all images of a prompt at once, so workers may share out prompts alone. `no_lse`: the name
+    `images_coupled`: it sees all images of a prompt at once, so workers may share out prompts only. `no_lse`: the name
     of an attention that a user chose, or that blocks have of their own, and that gives no log-sum-exp to merge blocks
     by; else "".
     `width` is heads x head size. `weights` is a count, `item_bytes` the size of one computed number. `weight_bytes` is

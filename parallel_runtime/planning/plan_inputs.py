@@ -21,7 +21,7 @@ class PlanInputs:
     """`request`, for a `network`, on a host with `gpus` visible GPUs of a `kind`.
 
     A network without a split plan shares out prompts and images only; to split one by rows of its picture pays
-    for large pictures alone. `guided`: positive and negative prompt are both evaluated, by workers of their own unless
+    for large pictures only. `guided`: positive and negative prompt are both evaluated, by workers of their own unless
     something sees all prompts and images at once (`batch_coupled`); otherwise the workers of cfg_degree join the
     sequence, or the entries of the batch.
 
@@ -96,5 +96,5 @@ class PlanInputs:
         """Does the request leave open the devices, the degrees and the shares?"""
         request = self.request
         named = request.devices.strip(" ,") or request.ring_degree or request.ulysses_degree or request.cfg_degree
-        alone = request.data_degree <= 1 and request.pipeline_degree <= 1 and request.nnodes == 1
-        return not named and alone and are_automatic(request.shares) and self.network.divisible
+        only_splits = request.data_degree <= 1 and request.pipeline_degree <= 1 and request.nnodes == 1
+        return not named and only_splits and are_automatic(request.shares) and self.network.divisible

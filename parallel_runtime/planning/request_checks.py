@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from math import prod
-from typing import Any
+from collections.abc import Mapping
 
 from ..accelerators import CUDA, KERNELS
 from ..errors import Refused, Sentence, say
-from ..request import MAX_DEGREE, ParallelRequest
+from ..request import ParallelRequest
 from ..specs import DEGREES, Parallelism, Placement
 from .device_names import MAX_CPU_WORKERS, why_one_gpu
 from .network_stats import NetworkStats
@@ -90,17 +88,8 @@ def check_step_cache(request: ParallelRequest, network: NetworkStats) -> None:
 
 
 def check_workers(degrees: Parallelism, devices: tuple[str, ...], inputs: PlanInputs) -> None:
-    """Raises Refused where these degrees need more workers or attention heads than there are, or leave devices idle
-    that somebody named."""
+    """Raises Refused where machines cannot share these degrees, or these leave devices idle that somebody named."""
     request, nnodes = inputs.request, inputs.request.nnodes
-    limit = nnodes * (len(devices) or MAX_CPU_WORKERS)
-    if degrees.world_size > limit or degrees.ulysses_degree > inputs.network.heads:
-        nearest = _nearest(degrees, limit, inputs)
-        fix = {name: degree for name, degree in nearest.by_name.items() if getattr(request, name) not in (0, degree)}
-        reason = _too_much(degrees, devices, limit, inputs, nearest)
-        if "cpu" not in devices and (why := why_one_gpu(inputs.gpus)):
-            reason = say("reason.why", reason=reason, why=why)
-        raise Refused(reason.key, "ring_degree", fix, **reason.values)
     local_workers, remainder = divmod(degrees.world_size, nnodes)
     words = degrees_in_words(degrees)
     fixed = [name for name in DEGREES if getattr(request, name) > (name == "pipeline_degree")] or list(DEGREES[:2])
@@ -113,6 +102,24 @@ def check_workers(degrees: Parallelism, devices: tuple[str, ...], inputs: PlanIn
             "devices.idle.machines" if nnodes > 1 else "devices.idle", "devices", fix,
             count=len(devices), devices=list(devices), degrees=words, needed=local_workers, fixed=fixed,
         )  # fmt: skip
+
+
+def worker_limit(inputs: PlanInputs) -> int:
+    """Returns how many workers there can be, of all machines."""
+    return inputs.request.nnodes * (len(inputs.devices) or MAX_CPU_WORKERS)
+
+
+def is_too_much(degrees: Parallelism, inputs: PlanInputs) -> bool:
+    """Do these degrees need more workers or attention heads than there are?"""
+    return degrees.world_size > worker_limit(inputs) or degrees.ulysses_degree > inputs.network.heads
+
+
+def too_much(degrees: Parallelism, inputs: PlanInputs, nearest: Parallelism, fix: Mapping[str, int]) -> Refused:
+    """Returns the refusal of degrees that are too much; the degrees `nearest` are not, by the widgets of `fix`."""
+    reason = _reason_of_too_much(degrees, inputs, nearest)
+    if "cpu" not in inputs.devices and (why := why_one_gpu(inputs.gpus)):
+        reason = say("reason.why", reason=reason, why=why)
+    return Refused(reason.key, next(iter(fix)), fix, **reason.values)
 
 
 def check_placement(request: ParallelRequest, placement: Placement) -> None:
@@ -137,10 +144,13 @@ def degrees_in_words(degrees: Parallelism) -> str:
     return " x ".join(f"{name} {getattr(degrees, name)}" for name in names)
 
 
-def _too_much(
-    degrees: Parallelism, devices: tuple[str, ...], limit: int, inputs: PlanInputs, nearest: Parallelism
-) -> Sentence:
-    nnodes, words = inputs.request.nnodes, degrees_in_words(degrees)
+def _reason_of_too_much(degrees: Parallelism, inputs: PlanInputs, nearest: Parallelism) -> Sentence:
+    devices, nnodes, limit, words = (
+        inputs.devices,
+        inputs.request.nnodes,
+        worker_limit(inputs),
+        degrees_in_words(degrees),
+    )
     needed, names = degrees.world_size, list(devices)
     if needed <= limit:
         reason = say("heads.few", degrees=words, heads=inputs.network.heads, workers=degrees.ulysses_degree)
@@ -157,32 +167,3 @@ def _too_much(
         again = ",".join(devices * local_workers)
         return say("nearest.shared", reason=reason, nearest=degrees_in_words(nearest), again=again)
     return say("nearest", reason=reason, nearest=degrees_in_words(nearest))
-
-
-def _nearest(degrees: Parallelism, limit: int, inputs: PlanInputs) -> Parallelism:
-    """Returns degrees, none larger than requested but the ring's, that use as many of the workers as they can and
-    change as few degrees of the request as they can."""
-    request, heads = inputs.request, inputs.network.heads
-    requested = (
-        request.pipeline_degree, request.data_degree, request.cfg_degree, request.ring_degree, request.ulysses_degree
-    )  # fmt: skip
-    goal = min(degrees.world_size, limit)
-    shapes = [
-        (stages, data, cfg, ring, ulysses)
-        for stages in range(1, min(degrees.pipeline_degree, limit) + 1)
-        for data in range(1, min(degrees.data_degree, limit // stages) + 1)
-        for cfg in range(1, degrees.cfg_degree + 1)
-        for ulysses in range(1, min(degrees.ulysses_degree, heads, limit // (stages * data * cfg)) + 1)
-        for ring in range(1, (min(MAX_DEGREE, limit // (stages * data * cfg * ulysses)) if stages == 1 else 1) + 1)
-        if stages * data * cfg * ulysses * ring % request.nnodes == 0
-    ]
-
-    def distance(shape: tuple[int, ...]) -> tuple[int, int, int, int]:
-        changed = sum(one not in (0, other) for one, other in zip(requested, shape, strict=True))
-        apart = sum(abs(a - b) for a, b in zip(shape, degrees.mesh_shape, strict=True))
-        return abs(prod(shape) - goal), changed, apart, shape[3]
-
-    stages, data, cfg, ring, ulysses = min(shapes, key=distance)
-    degrees = degrees.with_options(token_patches=degrees.options.token_patches if stages > 1 else 1)
-    more: dict[str, Any] = {"data_degree": data, "cfg_degree": cfg, "ring_degree": ring, "ulysses_degree": ulysses}
-    return replace(degrees, pipeline_degree=stages, **more)

@@ -13,10 +13,14 @@ from .memory_model import SIMILAR_RATIO, MemoryModel
 from .misfit import misfit
 from .plan_inputs import PlanInputs
 from .run_plan import Estimate, RunPlan
-from .seconds import FAST, are_measured, averaged, evaluation_seconds
+from .seconds import COST, are_measured, averaged, evaluation_seconds
 
-CLEARLY = 0.95  # other workers are taken for a plan that is at least 5 % faster: less is noise, and they have to start
-NEARLY = 0.97  # of the seconds of a ring on fast links: Ulysses, which comes first, has fewer kernels and launches
+MIN_GAIN_TO_SWITCH = (
+    0.95  # other workers are taken for a plan that is at least 5 % faster: less is noise, and they have to start
+)
+MAX_LOSS_TO_ULYSSES = (
+    0.97  # of the seconds of a ring on fast links: Ulysses, which comes first, has fewer kernels and launches
+)
 SLOW_LINK_BYTES_PER_SECOND = 4e9  # between 10 GbE (1.2e9) and PCIe 4 x16 (3e10)
 
 
@@ -63,13 +67,13 @@ def ranked(inputs: PlanInputs) -> list[RunPlan]:
     plans = [replace(plan, estimate=evaluate(plan, inputs)) for plan in candidates(inputs)]
     plans.sort(key=lambda plan: plan.placement != inputs.live)
     plans = _fastest(plans, lambda plan: (plan.placement, plan.degrees), 1 / SIMILAR_RATIO)
-    fast = inputs.profile is not None and inputs.profile.bytes_per_second >= FAST
-    plans = _fastest(plans, _kind_of, NEARLY if fast else 1.0)
+    fast = inputs.profile is not None and inputs.profile.bytes_per_second >= COST.all_to_all_bytes_per_second
+    plans = _fastest(plans, _kind_of, MAX_LOSS_TO_ULYSSES if fast else 1.0)
     fitting = [plan for plan in plans if plan.estimate and plan.estimate.fits]
     if inputs.request.pipeline_degree == 0:  # a pipeline is for weights that have no other place nearby
         usual = [plan for plan in fitting if plan.degrees.pipeline_degree == 1]
         fitting = usual if any(plan.estimate and plan.estimate.fetch_is_fast for plan in usual) else fitting
-    (first,) = _fastest(fitting or plans[:1], lambda plan: None, CLEARLY)
+    (first,) = _fastest(fitting or plans[:1], lambda plan: None, MIN_GAIN_TO_SWITCH)
     return [first, *sorted((plan for plan in plans if plan is not first), key=lambda plan: plan.seconds)]
 
 
@@ -79,13 +83,13 @@ def _kind_of(plan: RunPlan) -> Hashable:
     return plan.placement, degrees.cfg_degree, degrees.data_degree, degrees.pipeline_degree
 
 
-def _fastest(plans: Sequence[RunPlan], kind: Callable[[RunPlan], Hashable], clearly: float) -> list[RunPlan]:
-    """Returns the first plan of each kind that takes at most 1 / `clearly` times the seconds of that kind's fastest."""
+def _fastest(plans: Sequence[RunPlan], kind: Callable[[RunPlan], Hashable], share: float) -> list[RunPlan]:
+    """Returns the first plan of each kind that takes at most 1 / `share` times the seconds of that kind's fastest."""
     kinds: dict[Hashable, list[RunPlan]] = {}
     for plan in plans:
         kinds.setdefault(kind(plan), []).append(plan)
     least = {key: min(plan.seconds for plan in group) for key, group in kinds.items()}
-    return [next(plan for plan in group if plan.seconds * clearly <= least[key]) for key, group in kinds.items()]
+    return [next(plan for plan in group if plan.seconds * share <= least[key]) for key, group in kinds.items()]
 
 
 def evaluate(plan: RunPlan, inputs: PlanInputs) -> Estimate:

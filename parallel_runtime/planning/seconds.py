@@ -6,7 +6,7 @@ long enough. Both cost packing, a ring also merging; and an evaluation lasts as 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ..request import RotateMethod
 from ..specs import Parallelism, Placement
@@ -16,33 +16,49 @@ from .network_stats import Work
 from .stage_blocks import busy_share
 from .work_shares import in_proportion
 
-# Calibrated by a rank's share of FLUX.1 dev at 1024 px and of Wan 2.1 14B at 480p on one H100 (2026-11-22), of whose
-# matrix product the workers say 2 ** 49 FLOP/s. Shares of that speed that the linear layers reach, with all that is
-# between them, and attention:
-LINEAR, ATTENTION = 0.91, 0.62
-# FLOP for each byte that goes through memory; no slower than main memory.
-FLOP_PER_BYTE = 245
-LEAST_BYTES_PER_SECOND = 1e10
-# Passes over a tensor of a rank's tokens: packing for Ulysses and back, for a ring, merging one block.
-PACKED, PACKED_FOR_RING, MERGED = 10, 4, 5
-# The same to convert one tensor to float8 and back, by counting reads and writes; not measured.
-TO_FLOAT8, FROM_FLOAT8 = 4.5, 3.5
-# Seconds of the device a layer: kernels that are too small for it once the work is divided, and those of each block.
-DIVIDED, BLOCK = 215e-6, 27.5e-6
-# Seconds of the host a layer where launches are not recorded: its own, for each rank, for each block of a ring; and
-# what the one of host and device who is done sooner adds to the other.
-LAUNCHED, LAUNCHED_BY_RANKS, LAUNCHED_BY_BLOCKS, LAG = 1.09e-3, 150e-6, 190e-6, 0.1
-# Bytes of queries, keys and values of a rank from which Ulysses sends them in two waves (MIN_HIDDEN_BYTES in
-# engine/attention/ring_and_ulysses.py): half of its transfers then hide behind the other wave's attention.
-TWO_WAVES = 32 << 20
-# Bytes/s from which all may send to all at once: through one bus or one network card they would wait for each other.
-FAST = 3e10
-# Of a network that is split by rows, estimated for SDXL and measured on no GPU yet: seconds of the device a message,
-# with the small kernels around it; of the host a norm, a convolution or an attention, and how many times as many where
-# it is divided (on a CPU, 2026-11-23).
-MESSAGE, UNIT_LAUNCHED, UNIT_DIVIDED = 40e-6, 0.2e-3, 1.4
-# Times the mean, in which the slowest worker would do it all: what is less is the noise of a measurement.
-HETEROGENEOUS = 1.1
+
+@dataclass(frozen=True, kw_only=True)
+class CostModel:
+    """What an evaluation costs beside what the devices have measured. Calibrated by a rank's share of FLUX.1 dev at
+    1024 px and of Wan 2.1 14B at 480p on one H100 (2026-11-22), of whose matrix product the workers say 2 ** 49 FLOP/s.
+    """
+
+    # Shares of that speed that the linear layers reach, with all that is between them, and attention.
+    linear_efficiency: float = 0.91
+    attention_efficiency: float = 0.62
+    # FLOP for each byte that goes through memory; no slower than main memory.
+    flop_per_memory_byte: float = 245
+    least_memory_bytes_per_second: float = 1e10
+    # Passes over a tensor of a rank's tokens; those of float8 by counting reads and writes, not measured.
+    ulysses_packing_passes: float = 10  # and back
+    ring_packing_passes: float = 4
+    merging_passes: float = 5  # of one block
+    to_float8_passes: float = 4.5
+    from_float8_passes: float = 3.5
+    # The device: kernels that are too small for it once the work is divided, and those of each block of a ring.
+    split_overhead_seconds_per_layer: float = 215e-6
+    ring_block_overhead_seconds: float = 27.5e-6
+    # The host, where launches are not recorded; and what the one of host and device that is done sooner adds.
+    launch_seconds_per_layer: float = 1.09e-3
+    launch_seconds_per_layer_and_rank: float = 150e-6
+    launch_seconds_per_layer_and_block: float = 190e-6
+    lag_share: float = 0.1
+    # From these bytes of queries, keys and values of a rank Ulysses sends in two waves (MIN_HIDDEN_BYTES of Ulysses):
+    # half of its transfers then hide behind the other wave's attention.
+    two_waves_bytes: float = 32 << 20
+    # From this speed all may send to all at once: through one bus or one network card they would wait for each other.
+    all_to_all_bytes_per_second: float = 3e10
+    # A network split by rows, estimated for SDXL and measured on no GPU yet: the device a message, with the small
+    # kernels around it; the host a norm, a convolution or an attention, and how many times as much where it is divided
+    # (on a CPU, 2026-11-23).
+    row_message_seconds: float = 40e-6
+    row_launch_seconds: float = 0.2e-3
+    row_split_launch_factor: float = 1.4
+    # Times the mean in which the slowest worker would do it all: what is less is the noise of a measurement.
+    heterogeneous_imbalance: float = 1.1
+
+
+COST = CostModel()
 
 
 def evaluation_seconds(work: Work, degrees: Parallelism, profile: DeviceProfile) -> float:
@@ -53,10 +69,12 @@ def evaluation_seconds(work: Work, degrees: Parallelism, profile: DeviceProfile)
     if work.network.row_levels:
         return _evaluation_seconds_by_rows(work, degrees, profile)
     network, ranks = work.network, degrees.context_parallel_size
-    linear = work.sequences * network.linear_flop(work.tokens) / ranks / (LINEAR * profile.flops_per_second)
+    linear = (
+        work.sequences * network.linear_flop(work.tokens) / ranks / (COST.linear_efficiency * profile.flops_per_second)
+    )
     device = linear + network.layers * attention_seconds(work, degrees, profile)
     host = 0.0 if work.recorded and stages == 1 else network.layers * _launch_seconds(degrees)
-    return (max(device, host) + LAG * min(device, host)) / (stages * busy)
+    return (max(device, host) + COST.lag_share * min(device, host)) / (stages * busy)
 
 
 def _evaluation_seconds_by_rows(work: Work, degrees: Parallelism, profile: DeviceProfile) -> float:
@@ -64,15 +82,20 @@ def _evaluation_seconds_by_rows(work: Work, degrees: Parallelism, profile: Devic
     network, ranks = work.network, degrees.context_parallel_size
     if ranks > work.row_ranks:  # each computes all of it
         degrees, ranks = replace(degrees, ring_degree=1, ulysses_degree=1, shares=()), 1
-    flop = network.linear_flop(work.tokens) / LINEAR + network.attention_flop(work.tokens) / ATTENTION
+    flop = (
+        network.linear_flop(work.tokens) / COST.linear_efficiency
+        + network.attention_flop(work.tokens) / COST.attention_efficiency
+    )
     if ranks > 1 and degrees.options.rotate_method == "tokens":
-        flop += (ranks - 1) * network.key_flop(work.tokens) / LINEAR
+        flop += (ranks - 1) * network.key_flop(work.tokens) / COST.linear_efficiency
     device = work.sequences * flop / ranks / profile.flops_per_second
     units = network.layers + sum(level.messages for level in network.row_levels)
-    host = 0.0 if work.recorded else units * UNIT_LAUNCHED * (UNIT_DIVIDED if ranks > 1 else 1.0)
+    host = (
+        0.0 if work.recorded else units * COST.row_launch_seconds * (COST.row_split_launch_factor if ranks > 1 else 1.0)
+    )
     if ranks > 1 and profile.bytes_per_second:
         device += _row_exchange_seconds(work, degrees, profile)
-    return max(device, host) + LAG * min(device, host)
+    return max(device, host) + COST.lag_share * min(device, host)
 
 
 def _row_exchange_seconds(work: Work, degrees: Parallelism, profile: DeviceProfile) -> float:
@@ -82,51 +105,57 @@ def _row_exchange_seconds(work: Work, degrees: Parallelism, profile: DeviceProfi
     hops = 1 if degrees.options.rotate_method in ("allgather", "tokens") else ring - 1
     each = (hops if ring > 1 else 0) + (2 if ulysses > 1 else 0)
     messages = sum(level.messages + level.attentions * each for level in network.row_levels)
-    return messages * MESSAGE + network.layers * attention_bytes(work, degrees) / profile.bytes_per_second
+    return (
+        messages * COST.row_message_seconds + network.layers * attention_bytes(work, degrees) / profile.bytes_per_second
+    )
 
 
-def alone_seconds(work: Work, speed: Speed) -> float:
+def single_worker_seconds(work: Work, speed: Speed) -> float:
     """Returns how long this worker would compute, had it all of the work; 0 where its speed was not measured."""
     if not speed.products or not speed.attention:
         return 0.0
     linear, attention = work.network.linear_flop(work.tokens), work.network.attention_flop(work.tokens)
-    return work.sequences * (linear / LINEAR / speed.products + attention / speed.attention)
+    return work.sequences * (linear / COST.linear_efficiency / speed.products + attention / speed.attention)
 
 
-def alone_seconds_by_rank(work: Work, profile: DeviceProfile) -> list[float]:
-    return [alone_seconds(work, speed) for speed in profile.ranks]
+def single_worker_seconds_by_rank(work: Work, profile: DeviceProfile) -> list[float]:
+    return [single_worker_seconds(work, speed) for speed in profile.ranks]
 
 
 def are_measured(work: Work, placement: Placement, profile: DeviceProfile | None) -> bool:
     """Did each worker measure how fast it is by itself? Those that share a device take its time from each other."""
     if profile is None or placement.shared or len(profile.ranks) != placement.world_size:
         return False
-    return all(alone_seconds_by_rank(work, profile))
+    return all(single_worker_seconds_by_rank(work, profile))
 
 
 def are_heterogeneous(work: Work, placement: Placement, profile: DeviceProfile | None) -> bool:
     """Did these workers measure that the slowest would hold the others up by equal shares?"""
     if profile is None or not are_measured(work, placement, profile):
         return False
-    alone = alone_seconds_by_rank(work, profile)
-    return max(alone) > HETEROGENEOUS * sum(alone) / len(alone)
+    seconds = single_worker_seconds_by_rank(work, profile)
+    return max(seconds) > COST.heterogeneous_imbalance * sum(seconds) / len(seconds)
 
 
 def shares_by_speed(work: Work, profile: DeviceProfile) -> tuple[int, ...]:
     """Returns shares in proportion to what each of these workers measured."""
-    return in_proportion([1 / alone for alone in alone_seconds_by_rank(work, profile)])
+    return in_proportion([1 / seconds for seconds in single_worker_seconds_by_rank(work, profile)])
 
 
 def averaged(work: Work, degrees: Parallelism, profile: DeviceProfile) -> DeviceProfile:
     """Returns the profile with the speed of one of uniform workers: the one that computes longest by its share
     is waited for."""
-    each, ranks = degrees.context_parallel_size, iter(alone_seconds_by_rank(work, profile))
+    each, ranks = degrees.context_parallel_size, iter(single_worker_seconds_by_rank(work, profile))
     slowest = max(each * next(ranks) * share / sum(group) for group in degrees.cp_group_shares for share in group)
-    return replace(profile, flops_per_second=alone_seconds(work, Speed(products=1.0, attention=ATTENTION)) / slowest)
+    return replace(
+        profile,
+        flops_per_second=single_worker_seconds(work, Speed(products=1.0, attention=COST.attention_efficiency))
+        / slowest,
+    )
 
 
 def times_as_fast(work: Work, degrees: Parallelism, profile: DeviceProfile) -> float:
-    """Returns how many times as fast a step is on these workers as on one alone: prompts, images and tokens are shared
+    """Returns how many times as fast a step is on these workers as on one worker: prompts, images and tokens are shared
     out."""
     several = work.prompts_per_rank(degrees) * evaluation_seconds(work, degrees, profile)
     return work.prompts * evaluation_seconds(work, Parallelism(), profile) / several
@@ -144,16 +173,22 @@ def attention_seconds(work: Work, degrees: Parallelism, profile: DeviceProfile) 
     ring, ulysses = degrees.ring_degree, degrees.ulysses_degree
     share = work.tensor_bytes / (ring * ulysses)
     compute = 4 * work.sequences * work.tokens**2 * work.network.width / (ring * ulysses)
-    compute /= ATTENTION * profile.flops_per_second
-    if degrees.context_parallel_size == 1 or not profile.bytes_per_second:  # a worker alone has measured none
+    compute /= COST.attention_efficiency * profile.flops_per_second
+    if degrees.context_parallel_size == 1 or not profile.bytes_per_second:  # a single worker has measured none
         return compute
-    passes: float = PACKED * (ulysses > 1) + (PACKED_FOR_RING + MERGED * _ring_block_count(degrees)) * (ring > 1)
+    passes: float = COST.ulysses_packing_passes * (ulysses > 1) + (
+        COST.ring_packing_passes + COST.merging_passes * _ring_block_count(degrees)
+    ) * (ring > 1)
     if degrees.options.sends_float8:
-        passes += 4 * (TO_FLOAT8 + FROM_FLOAT8) * (ulysses > 1) + 2 * (TO_FLOAT8 + FROM_FLOAT8 * (ring - 1)) * (
-            ring > 1
-        )
-    memory = passes * share / max(profile.flops_per_second / FLOP_PER_BYTE, LEAST_BYTES_PER_SECOND)
-    small = DIVIDED + BLOCK * _ring_block_count(degrees) * (ring > 1)
+        passes += 4 * (COST.to_float8_passes + COST.from_float8_passes) * (ulysses > 1) + 2 * (
+            COST.to_float8_passes + COST.from_float8_passes * (ring - 1)
+        ) * (ring > 1)
+    memory = (
+        passes * share / max(profile.flops_per_second / COST.flop_per_memory_byte, COST.least_memory_bytes_per_second)
+    )
+    small = COST.split_overhead_seconds_per_layer + COST.ring_block_overhead_seconds * _ring_block_count(degrees) * (
+        ring > 1
+    )
     return compute + memory + small + _exposed_transfer(work, compute, degrees, profile)
 
 
@@ -162,7 +197,7 @@ def _exposed_transfer(work: Work, compute: float, degrees: Parallelism, profile:
     ring, block = degrees.ring_degree, compute / degrees.ring_degree
     sent = work.tensor_bytes * _sent_share(work, degrees)
     all_to_all, send_recv = (size / profile.bytes_per_second for size in _sent_bytes(sent, degrees))
-    if 3 * work.tensor_bytes / degrees.context_parallel_size >= TWO_WAVES:
+    if 3 * work.tensor_bytes / degrees.context_parallel_size >= COST.two_waves_bytes:
         all_to_all -= min(all_to_all, compute) / 2
     if degrees.options.rotate_method == "allgather":
         return all_to_all + max(0.0, (ring - 1) * send_recv - block)
@@ -194,8 +229,11 @@ def _ring_block_count(degrees: Parallelism) -> int:
 def _launch_seconds(degrees: Parallelism) -> float:
     """Returns the seconds that the host takes to launch a layer."""
     ranks, ring = degrees.context_parallel_size, degrees.ring_degree
-    divided = LAUNCHED_BY_RANKS * ranks + LAUNCHED_BY_BLOCKS * _ring_block_count(degrees) * (ring > 1)
-    return LAUNCHED + divided * (ranks > 1)
+    divided = (
+        COST.launch_seconds_per_layer_and_rank * ranks
+        + COST.launch_seconds_per_layer_and_block * _ring_block_count(degrees) * (ring > 1)
+    )
+    return COST.launch_seconds_per_layer + divided * (ranks > 1)
 
 
 def rotate_method_for(memory: MemoryModel, profile: DeviceProfile | None) -> RotateMethod:
@@ -213,7 +251,7 @@ def rotate_method_for(memory: MemoryModel, profile: DeviceProfile | None) -> Rot
     if work.network.row_levels:
         of_keys = degrees.ulysses_degree > 1 or degrees.options.sends_float8  # tokens are sent as they are
         methods = ("allgather",) if of_keys else ("allgather", "tokens")
-    elif profile.bytes_per_second < FAST:
+    elif profile.bytes_per_second < COST.all_to_all_bytes_per_second:
         return "alltoall"
     seconds = evaluation_seconds if work.network.row_levels else attention_seconds
     return min(methods, key=lambda method: seconds(work, degrees.with_options(rotate_method=method), profile))

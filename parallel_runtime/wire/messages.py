@@ -114,7 +114,8 @@ class Welcome:
 class Measure:
     """Asks for the rank's readings. Before that it drops the conditions of `model`, if one is named, that a native
     sampler's run had, and does with its weights what `after` says; or, with `recordings`, it only discards the
-    model's recorded forwards, and each of `ranks` gives back `nbytes` of its device that weights take."""
+    model's recorded forwards, and each of `ranks` gives back `nbytes` of its device that weights take. With `degrees`
+    it makes their communicators instead, those of `sharded` weights too: their memory counts."""
 
     job: int
     model: ModelSpec | None = None
@@ -122,6 +123,8 @@ class Measure:
     recordings: bool = False
     ranks: tuple[int, ...] = ()
     nbytes: int = 0
+    degrees: Parallelism | None = None
+    sharded: bool = False
 
 
 @dataclass(frozen=True)

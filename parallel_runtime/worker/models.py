@@ -14,7 +14,7 @@ from ..architectures import Architecture
 from ..architectures.network_modules import blocks_of
 from ..architectures.row_plan import RowPlan
 from ..engine.attention.attention_override import backend_override
-from ..engine.comm.collectives import any_rank, refuse_on_all_ranks
+from ..engine.comm.collectives import all_to_all, any_rank, refuse_on_all_ranks
 from ..engine.comm.mesh import ContextMesh, GroupState, MeshDim, build_mesh, end_groups, with_new_group
 from ..engine.comm.ranks import BlockCounter, can_allocate, empty_cache, event_factory
 from ..engine.cuda_graphs import compile_blocks
@@ -193,7 +193,7 @@ class Models:
         self._loaders = loaders
         self._models: dict[ModelSpec, Model] = {}
         self._meshes: dict[tuple[int, ...], ContextMesh] = {}
-        self._shard_dims: dict[tuple[int, ...], MeshDim] = {(): MeshDim()}  # () for weights that are not sharded
+        self._shard_dims: dict[tuple[int, ...], MeshDim] = {}
         self._placements: dict[tuple[WeightPlacement, tuple[int, ...]], RankPlacement | None] = {}
         self._buffers = Buffers(device)
 
@@ -280,13 +280,28 @@ class Models:
 
     def _placement(self, placement: WeightPlacement, parallelism: Parallelism) -> RankPlacement | None:
         """Shards are gathered over a communicator of their own, which delays no other one. Collective when new."""
-        shape = parallelism.mesh_shape if placement.mode == "shard" else ()
-        if shape not in self._shard_dims:
-            self._shard_dims[shape] = with_new_group(self.mesh(parallelism).context, self._device)
+        sharded = placement.mode == "shard"
+        shape, dim = (parallelism.mesh_shape, self._shard_dim(parallelism)) if sharded else ((), MeshDim())
         if (placement, shape) not in self._placements:
-            dim = self._shard_dims[shape]
             self._placements[placement, shape] = rank_placement(placement, dim, self._device, self._buffers)
         return self._placements[placement, shape]
+
+    def _shard_dim(self, parallelism: Parallelism) -> MeshDim:
+        shape = parallelism.mesh_shape
+        if shape not in self._shard_dims:
+            self._shard_dims[shape] = with_new_group(self.mesh(parallelism).context, self._device)
+        return self._shard_dims[shape]
+
+    def connect(self, parallelism: Parallelism, *, sharded: bool) -> None:
+        """Makes the communicators of these degrees, and has each exchange something: NCCL takes its buffers with the
+        first exchange, and a plan counts what is free after that. Collective when they are new."""
+        shape = parallelism.mesh_shape
+        dims = [] if shape in self._meshes else self.mesh(parallelism).dims
+        dims += [self._shard_dim(parallelism)] if sharded and shape not in self._shard_dims else []
+        for dim in {dim.group: dim for dim in dims if dim.size > 1}.values():
+            blocks = torch.zeros(dim.size, device=self._device)
+            all_to_all(blocks, torch.empty_like(blocks), None, None, dim).wait()
+        self._wait_for_device()
 
     def mesh(self, parallelism: Parallelism) -> ContextMesh:
         """Returns the mesh of these degrees, with these shares. Collective when the degrees are new."""

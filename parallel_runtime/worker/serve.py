@@ -173,8 +173,10 @@ class Worker:
             match message:
                 case Run():
                     self._channel.send(*self._answer(message, payload(bundle)))
-                case Measure(job=job, model=model, after=after, recordings=recordings):
-                    if model is not None and recordings:
+                case Measure(job=job, model=model, after=after, recordings=recordings, degrees=degrees):
+                    if degrees is not None:
+                        self._models.connect(degrees, sharded=message.sharded)
+                    elif model is not None and recordings:
                         self._models.discard_recordings(model, message.nbytes if rank() in message.ranks else 0)
                     elif model is not None:
                         self._models.free(model, after)

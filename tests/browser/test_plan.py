@@ -74,6 +74,7 @@ def test_a_refusal_comes_first_and_its_button_leads_to_the_picture_and_to_times(
     assert page.locator(".cp-who").all_inner_texts() == ["1 CPU worker", "2 CPU workers, ulysses 2"]
     assert all("s per step" in took for took in page.locator(".cp-took").all_inner_texts())
     assert "times as fast" not in page.locator(".cp-chart").inner_text(), "they share this machine's cores"
+    assert "says nothing about GPUs" in (page.locator(".cp-chart").get_attribute("aria-label") or "")
 
 
 @BOTH

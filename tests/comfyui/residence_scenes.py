@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from ..groups import faulty, flux_job, wait_until, workers_of
@@ -130,6 +131,14 @@ def main_memory(rank: int, world: int, times: int) -> list[int]:
     finally:
         del os.environ["CP_TEST_FAULT"]
         runtime.close()
+
+
+def free_on_gpus_of_workers(rank: int, world: int) -> tuple[list[int], list[int | None]]:
+    """What planning and a text encoder go by on GPUs that workers have, here where nobody can be asked for one."""
+    two = specs.Placement(devices=("cuda:1", "cuda:2"))
+    told = tuple(readings.Readings(used_bytes=0, total_bytes=24, free_bytes=free) for free in (20, 16))
+    group: Any = SimpleNamespace(placement=two, readings=told, models={})
+    return list(memory.capacity_for(two, group, MODELS[0]).ranks), memory.room_bytes(group)
 
 
 def recordings_go_first(rank: int, world: int, folder: str) -> dict[str, Any]:

@@ -180,6 +180,11 @@ def test_recordings_go_before_a_model_is_unloaded_or_refused(alone: Group, tmp_p
     assert sizes[0] == sizes[1] == sizes[2], "all weights stay"
 
 
+def test_comfyui_is_not_asked_for_gpus_that_workers_have(alone: Group) -> None:
+    """To ask opens a CUDA context there, in ComfyUI's process."""
+    assert alone.run(f"{RESIDENCE}free_on_gpus_of_workers") == [[[20, 16], [20, 16]]]
+
+
 @pytest.mark.usefixtures("demo")
 def test_a_run_is_planned_once(alone: Group, tmp_path: Path) -> None:
     (times,) = alone.run(f"{RESIDENCE}plans_of_a_run", folder=str(tmp_path))

@@ -82,6 +82,8 @@ def test_what_is_equal_is_said_to_be_equal_to_rounding(server: Server, what: str
 def test_a_unet_is_equal_to_rounding(server: Server) -> None:
     text = compare(server, code_on_a_unet(server, "attn2_patch")(SPLIT))
     assert [verdict for _, verdict in verdicts(text)] == ["equal to rounding"], text
+    last = server.client.get("/cp/status")["runs"][-1]
+    assert (last["comparing"], last["measuring"]) == (True, False)
 
 
 @pytest.mark.parametrize("picture", [code("process"), behind_cp_model(code("process"))], ids=["CP Sampler", "CP Model"])

@@ -48,7 +48,7 @@ def test_migrate_then_run_gives_natives_latent_and_saves_the_picture(server: Ser
     grey = {"width": 16, "height": 8, "batch_size": 1, "color": 0x808080}
     graph["grey"] = {"class_type": "EmptyImage", "inputs": grey}
     graph["shown"] = {"class_type": "PreviewImage", "inputs": {"images": ["grey", 0]}}
-    line = [sys.executable, "-c", script(server), str(migrated(graph, tmp_path))]
+    line = [sys.executable, "-c", script(server), str(migrated(graph, tmp_path)), f"http://localhost:{server.port}"]
     done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=180, check=True)
     (picture,) = tmp_path.glob("*.png")
     assert Image.open(picture).size == (16, 8)

@@ -51,7 +51,7 @@ def test_a_device_list_that_is_none_is_refused_with_the_value_found(server: Serv
     [
         ("1,8,16,24", "16 channels"),
         ("16,16,24", "shape .16, 16, 24."),
-        ("1,16,2,8,8", "wants .batch"),
+        ("1,16,2,8,8", "needs .batch"),
         ("1,16,0,8", "empty"),
     ],
 )

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from parallel_runtime.commands.migrate import REPLACEMENTS, migrated
+from parallel_runtime.commands.migrate import NATIVE, OTHERS, REPLACEMENTS, migrated
 
 ROOT = Path(__file__).resolve().parents[2]
 API = {
@@ -319,3 +320,21 @@ def test_a_title_that_nobody_chose_follows_the_class() -> None:
     after = migrated(calls)[0]
     assert after["1"]["_meta"] == {"title": "CPSampler"}
     assert migrated(after, back=True)[0] == calls
+
+
+def test_the_way_back_names_the_nodes_of_this_pack_that_are_left(tmp_path: Path) -> None:
+    calls = {"3": {"class_type": "CPSampler", "inputs": {}}, "4": {"class_type": "CPVAE", "inputs": {}},
+             "5": {"class_type": "VAEDecode", "inputs": {}}}  # fmt: skip
+    inner = {"name": "inner", "nodes": [{"id": 1, "type": "CPModel"}, {"id": 2, "type": "CPSampler"}]}
+    saved = {"nodes": [{"id": 7, "type": "CPPlan"}, {"id": 8, "type": "Note"}], "definitions": {"subgraphs": [inner]}}
+    for workflow, left in ((calls, "node 4 (CPVAE)"), (saved, "node 7 (CPPlan), node 1 in subgraph 'inner' (CPModel)")):
+        path = tmp_path / "mine.cp.json"
+        path.write_text(json.dumps(workflow))
+        assert f"nodes that are left: {left}; take them out, or keep" in command("--back", str(path)).stderr
+        assert "that are left" not in command(str(path)).stderr
+
+
+def test_every_node_of_this_pack_is_a_sampler_or_one_that_is_named() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "scripts.md").read_text(encoding="utf-8")
+    names = set(re.findall(r"\bCP[A-Z]\w+", page.partition("## Names")[2]))
+    assert {*OTHERS, *NATIVE} == names

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -89,7 +90,8 @@ def test_it_is_written_under_the_name_that_was_told(tmp_path: Path, name: str, w
     assert main([*BRIEF, "--out", str(tmp_path / name)]) == 0
     assert {path.name for path in tmp_path.iterdir()} == {f"{written}.md", f"{written}.jsonl"}
     text = (tmp_path / f"{written}.md").read_text()
-    assert "- torch: " in text
+    for fact in ("torch", "context-parallel-sampler", "cpu"):
+        assert re.search(rf"^- {fact}: (?!None).+$", text, re.MULTILINE), fact
     assert "no ComfyUI here; --comfyui names its folder" in text
 
 

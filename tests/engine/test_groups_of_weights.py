@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import get_args
+from typing import Literal, get_args
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed import distributed_c10d
+from torch.profiler import profile
 
 from parallel_runtime.engine.prefetch import RankPlacement
 from parallel_runtime.jobs import DemoJob
@@ -70,6 +71,26 @@ def test_whole_weights_and_those_in_main_memory_make_no_group(
     before = groups()
     place_of(kept_models, parallelism, storage)
     assert groups() == before
+
+
+@pytest.mark.parametrize("parallelism", [*SHAPES, Parallelism(cfg_degree=2, data_degree=2)], ids=str)
+@pytest.mark.parametrize("mode", ["replicate", "shard"])
+def test_a_run_makes_no_group_whose_memory_its_plan_has_not_counted(
+    parallelism: Parallelism, mode: Literal["replicate", "shard"]
+) -> None:
+    """NCCL takes gigabytes of a GPU for a communicator at its first exchange: both come before the plan's readings."""
+    kept_models = models()
+    first = groups()
+    with profile() as exchanged:
+        kept_models.connect(parallelism, sharded=mode == "shard")
+    made = groups() - first
+    exchanges = [event for event in exchanged.events() if event.name == "c10d::alltoall_base_"]
+    assert len(exchanges) >= max(1, made)
+    place_of(kept_models, parallelism, WeightPlacement(mode=mode))
+    with profile() as exchanged:
+        kept_models.connect(parallelism, sharded=mode == "shard")
+    assert groups() == first + made
+    assert not [event for event in exchanged.events() if "alltoall" in event.name], "once"
 
 
 @pytest.mark.parametrize("after", get_args(AfterSampling))

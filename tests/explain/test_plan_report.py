@@ -331,3 +331,16 @@ def test_what_was_measured_comes_first_with_its_time() -> None:
     measured = Pace(setup=setup, seconds=0.5, speedup=1.8, at=1_000_000.0)
     first = report(subject, plan, guided=False, automatic=False, pace=measured).text.splitlines()[0]
     assert first.startswith("Speed: 2 GPUs: 0.50 s per step, 1.8 x one worker, measured 1970-01-1")
+
+
+def test_the_text_has_what_measure_has_found_on_fewer_workers_and_the_page_has_it_as_bars() -> None:
+    two = RunPlan(degrees=Parallelism(ulysses_degree=2), placement=Placement(devices=("cuda:0", "cuda:1")))
+    subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens={"image": 4096}, work=WORK)
+    one = Pace(setup=RunSetup(kind="cuda"), seconds=0.9)
+    both = Pace(setup=RunSetup.of(two.degrees, two.placement), seconds=0.5, speedup=1.8)
+    made = report(subject, two, guided=False, automatic=False, pace=both, paces=(one, both))
+    first, second = made.text.splitlines()[:2]
+    assert first.startswith("Speed: 2 GPUs: 0.50 s per step, 1.8 x")
+    assert second.startswith("Speed: 0.90 s per step on 1 worker(s)")
+    assert "0.50" not in second
+    assert [title for title, _ in made.table["rows"]].count("Speed") == 1

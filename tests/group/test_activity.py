@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch import zeros
 
-from parallel_runtime.errors import Cause, ParallelError, WorkerDied, WorkerStartError, say
+from parallel_runtime.errors import Cause, ParallelError, Refused, WorkerDied, WorkerStartError, say
 from parallel_runtime.group import activity as activity_module
 from parallel_runtime.group.activity import Activity
 from parallel_runtime.group.history import HISTORY_LENGTH, History, Size
-from parallel_runtime.jobs import EvaluationJob, VAEJob
+from parallel_runtime.jobs import EncodingJob, EvaluationJob, VAEJob
 from parallel_runtime.specs import ModelSpec, Parallelism, Placement
 from parallel_runtime.wire.messages import Done, Heartbeat, Joined, Step
 
@@ -29,6 +30,7 @@ DECODE = VAEJob(
     chunk_bytes=0,
     weights=None,
 )
+ENCODING = EncodingJob(method="encode_token_weights", ranks=[0], stages=[], described={}, weight_patches=None)
 EVALUATION = EvaluationJob(
     call_arguments={}, options=None, cond_number=1, cond_arguments=None, weight_patches=None, batch_coupled=False
 )
@@ -48,8 +50,9 @@ class Clock:
 
 
 def started(clock: Clock, placement: Placement = TWO) -> Activity:
-    """A group that took three seconds to come up."""
+    """A group that took three seconds to come up, for a prompt."""
     activity = Activity()
+    activity.history.expect()
     activity.starting(placement)
     clock.after(3)
     ranks = range(placement.world_size)
@@ -65,16 +68,18 @@ def sample(
     seconds: float,
     steps: int = 4,
     sampler: str = "",
+    prompt: object = None,
 ) -> None:
     job: Any = SimpleNamespace(sampler=sampler)
-    activity.begin_request(ModelSpec(loader="a"), degrees or BY_ALL[activity.now.placement.world_size], job)
-    clock.after(2)
-    activity.receive(0, Heartbeat(1, None))
-    for step in range(steps):
-        clock.after(5 if step == 0 else seconds)
-        activity.receive(0, Step(1, step, steps))
-    activity.receive(0, Done(1, seconds=0.0, load_seconds=0.0))
-    activity.end_request(job)
+    with activity.recorded("sampling", prompt, "a"):
+        activity.begin_request(ModelSpec(loader="a"), degrees or BY_ALL[activity.now.placement.world_size], job)
+        clock.after(2)
+        activity.receive(0, Heartbeat(1, None))
+        for step in range(steps):
+            clock.after(5 if step == 0 else seconds)
+            activity.receive(0, Step(1, step, steps))
+        activity.receive(0, Done(1, seconds=0.0, load_seconds=0.0))
+        activity.end_request(job)
 
 
 def test_a_clock_that_is_set_back_in_the_middle_of_a_run_changes_no_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,9 +103,10 @@ def test_a_native_samplers_run_goes_on_however_long_it_computes_between_two_eval
     clock = Clock(monkeypatch)
     activity, model = started(clock), ModelSpec(loader="a")
     for _ in range(2):
-        activity.begin_request(model, BY_ALL[2], EVALUATION)
-        activity.receive(0, Heartbeat(1, None))
-        activity.end_request(EVALUATION)
+        with activity.recorded("sampling", goes_on=True):
+            activity.begin_request(model, BY_ALL[2], EVALUATION)
+            activity.receive(0, Heartbeat(1, None))
+            activity.end_request(EVALUATION)
         clock.after(60)  # ComfyUI's process computes
         assert activity.now.state == "sampling"
     activity.end_evaluations()
@@ -126,10 +132,8 @@ def test_a_runs_time_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     activity = started(clock)
     clock.after(60)  # ComfyUI encodes the text
-    sample(activity, clock, seconds=1.5)
-    activity.begin_request(ModelSpec(loader="vae"), Parallelism(), DECODE)
-    clock.after(4)
-    activity.end_request(DECODE)
+    sample(activity, clock, seconds=1.5, prompt="one")
+    decode(activity, clock, 4, prompt="one")
     (run,) = activity.now.runs
     assert run.phases == (("starting", 3.0), ("loading", 2.0), ("sampling", 9.5), ("decoding", 4.0))
     assert (run.steps, run.workers, run.end) == (4, 2, "idle")
@@ -138,15 +142,97 @@ def test_a_runs_time_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [dict(run.phases).get("starting") for run in activity.now.runs] == [3.0, None]
 
 
+def decode(activity: Activity, clock: Clock, seconds: float, *, prompt: str) -> None:
+    with activity.recorded("decoding", prompt):
+        activity.begin_request(ModelSpec(loader="vae"), Parallelism(), DECODE)
+        clock.after(seconds)
+        activity.end_request(DECODE)
+
+
+def encode(activity: Activity, clock: Clock, seconds: float, *, prompt: str) -> None:
+    """By a text encoder."""
+    with activity.recorded("prompt", prompt, "t5.safetensors"):
+        activity.begin_request(ModelSpec(loader="t5"), Parallelism(), ENCODING)
+        clock.after(seconds)
+        activity.end_request(ENCODING)
+
+
+def test_a_text_that_workers_encode_is_a_row_of_its_own_and_not_a_part_of_the_run_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    activity = started(clock)
+    for seconds in (7, 1):  # both texts
+        encode(activity, clock, seconds, prompt="one")
+    sample(activity, clock, seconds=1.5, prompt="one")
+    encode(activity, clock, 5, prompt="two")
+    assert phases_of_runs(activity) == [
+        {"starting": 3.0, "encoding": 8.0}, {"loading": 2.0, "sampling": 9.5}, {"encoding": 5.0}
+    ]  # fmt: skip
+    assert [run.model for run in activity.now.runs] == ["t5.safetensors", "a", "t5.safetensors"]
+
+
+def test_a_decode_belongs_to_the_run_of_its_prompt_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    activity = started(clock)
+    sample(activity, clock, seconds=1.5, prompt="one")
+    decode(activity, clock, 4, prompt="two")
+    sample(activity, clock, seconds=1.5, prompt="two")
+    sample(activity, clock, seconds=1.5, prompt="two")
+    decode(activity, clock, 4, prompt="two")
+    assert [[name for name, _ in run.phases] for run in activity.now.runs] == [
+        ["starting", "loading", "sampling"], ["decoding"], ["loading", "sampling"], ["loading", "sampling", "decoding"]
+    ]  # fmt: skip
+
+
+def test_what_measure_and_compare_ask_for_is_told_apart_and_is_no_part_of_another_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    activity = started(clock)
+    for activity.history.purpose in ("compare", "measure", ""):
+        sample(activity, clock, seconds=1.5, prompt="one")
+    decode(activity, clock, 4, prompt="one")
+    assert [(run.measuring, run.comparing) for run in activity.now.runs] == [(False, True), (True, False), (False,) * 2]
+    assert [len(run.phases) for run in activity.now.runs] == [3, 2, 3]
+
+
+def fail(activity: Activity, clock: Clock, error: BaseException) -> None:
+    """A run that this error ends; the one of a preview in it does not."""
+    with activity.recorded("sampling"):
+        activity.begin_request(ModelSpec(loader="a"), BY_ALL[2], RUN)
+        clock.after(1)
+        with suppress(Refused), activity.recorded("decoding"):
+            raise Refused("workers.busy")
+        activity.end_request(RUN)
+        raise error
+
+
+def test_a_run_is_over_as_its_lease_is_whatever_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    activity = started(clock)
+    refused = Refused("memory.raise", out="Take a smaller model", limit="CP_MEMORY_GIB")
+    for error in (refused, KeyboardInterrupt(), WorkerDied("gone")):
+        with pytest.raises(type(error)):
+            fail(activity, clock, error)
+    assert [run.end for run in activity.now.runs] == ["refused", "cancelled", "died"]
+    assert activity.now.runs[0].reason is refused.sentence
+
+
 def phases_of_runs(activity: Activity) -> list[dict[str, float]]:
-    return [dict(run.phases) for run in activity.now.runs]
+    """The seconds of each phase, of each run."""
+    return [
+        {name: sum(took for other, took in run.phases if other == name) for name, _ in run.phases}
+        for run in activity.now.runs
+    ]
 
 
 def test_a_start_that_was_over_before_a_run_was_asked_for_is_none_of_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    activity = started(clock)  # the user has restarted the workers
+    activity = started(clock)
+    activity.history.expect_nobody()  # the user has restarted the workers
     clock.after(60)
-    activity.request_run()
+    activity.history.expect()
     sample(activity, clock, seconds=1.5)
     assert phases_of_runs(activity) == [{"starting": 3.0}, {"loading": 2.0, "sampling": 9.5}]
     assert [run.end for run in activity.now.runs] == ["idle", "idle"]
@@ -157,9 +243,9 @@ def test_of_a_start_that_goes_on_a_run_has_what_it_waits_for(monkeypatch: pytest
     activity = Activity()
     activity.starting(TWO)
     clock.after(20)
-    activity.request_run()
+    activity.history.expect()
     clock.after(30)
-    activity.request_run()  # another prompt is queued
+    activity.history.expect()  # another prompt is queued
     clock.after(5)
     activity.joined({rank: Joined(bytes_per_second=0.0, flops_per_second=0.0) for rank in (0, 1)}, ["", ""])
     sample(activity, clock, seconds=1.5)
@@ -170,12 +256,11 @@ def test_of_a_start_that_goes_on_a_run_has_what_it_waits_for(monkeypatch: pytest
 def test_a_start_for_a_prompt_is_its_runs_own(encoding: float, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     activity = Activity()
-    activity.request_run(by_prompt=True)
+    activity.history.expect()
     activity.starting(TWO)
     clock.after(55)
     activity.joined({rank: Joined(bytes_per_second=0.0, flops_per_second=0.0) for rank in (0, 1)}, ["", ""])
     clock.after(encoding)
-    activity.request_run()
     sample(activity, clock, seconds=1.5)
     assert phases_of_runs(activity) == [{"starting": 55.0, "loading": 2.0, "sampling": 9.5}]
 
@@ -183,12 +268,12 @@ def test_a_start_for_a_prompt_is_its_runs_own(encoding: float, monkeypatch: pyte
 def test_a_prompt_that_came_to_nothing_leaves_its_start_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     activity = Activity()
-    activity.request_run(by_prompt=True)
+    activity.history.expect()
     activity.starting(TWO)
     clock.after(3)
     activity.joined({rank: Joined(bytes_per_second=0.0, flops_per_second=0.0) for rank in (0, 1)}, ["", ""])
     clock.after(600)
-    activity.request_run(by_prompt=True)
+    activity.history.expect()
     sample(activity, clock, seconds=1.5)
     assert phases_of_runs(activity) == [{"starting": 3.0}, {"loading": 2.0, "sampling": 9.5}]
 
@@ -196,13 +281,14 @@ def test_a_prompt_that_came_to_nothing_leaves_its_start_to_nobody(monkeypatch: p
 def test_steps_are_counted_to_the_last_one_also_where_nobody_told_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     activity = started(clock)
-    activity.begin_request(ModelSpec(loader="a"), Parallelism(), RUN)
-    for step in range(11):  # of twelve; and nobody has said that all is loaded
-        clock.after(0.1)
-        activity.receive(0, Step(1, step, 12))
-        assert activity.now.state == "sampling"
-        assert activity.now.runs[-1].steps == activity.now.step == step + 1
-    activity.end_request(RUN)
+    with activity.recorded("sampling"):
+        activity.begin_request(ModelSpec(loader="a"), Parallelism(), RUN)
+        for step in range(11):  # of twelve; and nobody has said that all is loaded
+            clock.after(0.1)
+            activity.receive(0, Step(1, step, 12))
+            assert activity.now.state == "sampling"
+            assert activity.now.runs[-1].steps == activity.now.step == step + 1
+        activity.end_request(RUN)
     assert activity.now.runs[-1].steps == 12
 
 
@@ -352,7 +438,7 @@ def test_measure_compares_what_it_has_measured_itself_also_where_an_earlier_run_
 ) -> None:
     clock = Clock(monkeypatch)
     activity = alone_then(Activity(), clock, TWO, alone=1.75, seconds=1.0)
-    activity.history.measuring = True
+    activity.history.purpose = "measure"
     sample(activity, clock, seconds=4.0)
     assert [pace.seconds for pace in activity.history.paces("this work")] == [1.75, 4.0]
 
@@ -362,7 +448,7 @@ def test_measurements_and_starts_do_not_push_runs_out(monkeypatch: pytest.Monkey
     activity = started(clock)
     for _ in range(3):
         sample(activity, clock, seconds=1.0)
-    activity.history.measuring = True
+    activity.history.purpose = "measure"
     for _ in range(HISTORY_LENGTH):
         sample(activity, clock, seconds=1.0)
     runs = activity.now.runs
@@ -398,11 +484,10 @@ def test_a_refused_run_is_among_the_last_runs_with_its_reason(monkeypatch: pytes
 def test_a_run_that_the_workers_refuse_has_not_ended_well(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     activity = started(clock)
-    activity.begin_request(ModelSpec(loader="a"), BY_ALL[2], RUN)
-    clock.after(1)
-    reason = say("memory.raise", out="Take a smaller model", limit="CP_MEMORY_GIB")
-    activity.refused(reason)
-    activity.end_request(RUN)
+    refused = Refused("memory.raise", out="Take a smaller model", limit="CP_MEMORY_GIB")
+    reason = refused.sentence
+    with pytest.raises(Refused):
+        fail(activity, clock, refused)
     activity.refused(reason)  # as it leaves the node
     ends = [(run.end, run.reason) for run in activity.now.runs if run.phases[-1][0] == "loading"]
     assert ends == [("refused", reason)]
@@ -417,5 +502,5 @@ def test_a_refusal_while_workers_start_leaves_their_start_alone(monkeypatch: pyt
     clock.after(3)
     activity.joined({rank: Joined(bytes_per_second=0.0, flops_per_second=0.0) for rank in (0, 1)}, [""] * 2)
     assert [(run.end, [name for name, _ in run.phases]) for run in activity.now.runs] == [
-        ("refused", []), ("", ["starting"])
+        ("refused", []), ("idle", ["starting"])
     ]  # fmt: skip

@@ -31,10 +31,11 @@ def test_the_second_step_which_may_be_recorded_is_no_part_of_a_pace(monkeypatch:
     clock = Clock(monkeypatch)
     activity = started(clock)
     activity.history.size = Size("this work")
-    activity.begin_request(ModelSpec(loader="a"), BY_ALL[2], RUN)
     paces = []
-    for step, seconds in enumerate((5.0, 3.0, 1.0, 1.0)):
-        clock.after(seconds)
-        activity.receive(0, Step(1, step, 4))
-        paces.append(activity.now.runs[-1].step_seconds)
+    with activity.recorded("sampling"):
+        activity.begin_request(ModelSpec(loader="a"), BY_ALL[2], RUN)
+        for step, seconds in enumerate((5.0, 3.0, 1.0, 1.0)):
+            clock.after(seconds)
+            activity.receive(0, Step(1, step, 4))
+            paces.append(activity.now.runs[-1].step_seconds)
     assert paces == [None, 3.0, 1.0, 1.0]

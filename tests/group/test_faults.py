@@ -206,6 +206,19 @@ def test_a_rank_that_died_between_two_requests_is_named_and_not_those_that_torch
         samples(doomed, flux, ULYSSES)
 
 
+def test_a_killed_rank_is_named_as_killed_also_where_torchrun_is_slow_to_say_so(doomed, flux):
+    """On a busy machine its report takes longer than a second."""
+    samples(doomed, flux, ULYSSES)
+    agent_pid = doomed._processes._torchrun.agent.pid
+    os.kill(agent_pid, signal.SIGSTOP)
+    os.kill(workers_of(doomed)[0], signal.SIGKILL)
+    goes_on = threading.Timer(3.0, os.kill, (agent_pid, signal.SIGCONT))
+    goes_on.start()
+    with pytest.raises(WorkerDied, match=r"worker rank 0 \(cpu\) was killed by SIGKILL"):
+        samples(doomed, flux, ULYSSES)
+    goes_on.join()
+
+
 @pytest.mark.parametrize("torchrun", [pytest.param("runs", marks=pytest.mark.sweep), "is stopped"])
 def test_the_host_being_killed_leaves_no_process(flux, tmp_path, torchrun):
     script = tmp_path / "host.py"

@@ -10,11 +10,12 @@ from parallel_runtime.demo import HEADS
 from parallel_runtime.errors import Refused
 from parallel_runtime.explain.plan_words import unused
 from parallel_runtime.group.machine_check import checked_plan
+from parallel_runtime.planning.candidates import default_plan
 from parallel_runtime.planning.device_names import MAX_CPU_WORKERS, parse_devices, why_one_gpu
 from parallel_runtime.planning.device_profile import DeviceProfile
 from parallel_runtime.planning.network_stats import NetworkStats
 from parallel_runtime.planning.plan_inputs import PlanInputs
-from parallel_runtime.planning.request_checks import check_step_cache
+from parallel_runtime.planning.request_checks import check_step_cache, degrees_in_words
 from parallel_runtime.planning.resolve import resolve
 from parallel_runtime.planning.work_shares import work_percent
 from parallel_runtime.request import EngineOptions, ParallelRequest
@@ -84,7 +85,7 @@ def test_heads_need_not_divide():
         ({"devices": "cpu,cpu,cpu", "ring_degree": 2}, 24, 0, "needs 2 worker.*or set ring_degree to 0"),
         ({"devices": "0,1,2", "pipeline_degree": 2}, 24, 3, "devices names 3 .*needs 2.*or set pipeline_degree to 0"),
         ({"ring_degree": 2, "devices": "cpu"}, 24, 0, r"needs 2 workers, but there is 1 device: cpu"),
-        ({"ulysses_degree": 4, "ring_degree": 1}, 2, 8, "splits 2 attention heads over 4 workers.*ring_degree 2 x ul"),
+        ({"ulysses_degree": 4, "ring_degree": 1}, 2, 8, "2 attention heads over 4 .*ring_degree 1 x ulysses_degree 2$"),
         ({"ring_degree": MAX_CPU_WORKERS + 1}, 24, 0, "room for .* CPU workers"),
         (
             {"devices": "cuda:0"},
@@ -111,6 +112,33 @@ def test_heads_need_not_divide():
 def test_what_cannot_work_is_refused_in_one_sentence(request_, heads, gpus, sentence):
     with pytest.raises(Refused, match=sentence):
         planned(heads=heads, gpus=gpus, **request_)
+
+
+@pytest.mark.parametrize(
+    ("request_", "gpus", "heads", "fix"),
+    [
+        ({"ring_degree": 2, "ulysses_degree": 2}, 3, 24, {"ring_degree": 1}),
+        ({"ring_degree": 2, "ulysses_degree": 2, "devices": "0,1,2"}, 3, 24, {"ring_degree": 1, "ulysses_degree": 3}),
+        ({"ring_degree": 4, "ulysses_degree": 4}, 8, 24, {"ring_degree": 2}),
+        ({"ring_degree": 1, "ulysses_degree": 4}, 8, 2, {"ulysses_degree": 2}),
+        ({"ulysses_degree": 4}, 8, 2, {"ulysses_degree": 2}),
+        ({"ring_degree": 2, "data_degree": 4}, 4, 24, {"ring_degree": 1}),
+        ({"ring_degree": 2, "ulysses_degree": 1, "cfg_degree": 2}, 3, 24, {"ring_degree": 1}),
+        ({"pipeline_degree": 4, "patches": 2}, 3, 24, {"pipeline_degree": 3}),
+        ({"pipeline_degree": 4, "patches": 2, "ulysses_degree": 2}, 1, 24,
+         {"ulysses_degree": 1, "pipeline_degree": 1, "patches": 1}),
+        ({"ring_degree": 9, "ulysses_degree": 1, "nnodes": 2, "rdzv_endpoint": "127.0.0.1:1"}, 2, 24,
+         {"ring_degree": 4}),
+    ],
+)  # fmt: skip
+def test_a_button_changes_only_what_is_wrong(request_, gpus, heads, fix):
+    """And the refusal's sentence says the degrees that auto makes of the request then."""
+    inputs = PlanInputs(request=ParallelRequest.of(request_), network=NetworkStats(heads=heads), gpus=gpus, guided=True)
+    with pytest.raises(Refused) as refused:
+        default_plan(inputs)
+    assert refused.value.fix == fix
+    plan = default_plan(replace(inputs, request=inputs.request.with_values(fix)))
+    assert f"The nearest that works is {degrees_in_words(plan.degrees)}" in str(refused.value)
 
 
 def shares_of(gpus=2, **request):

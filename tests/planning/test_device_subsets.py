@@ -15,9 +15,9 @@ from parallel_runtime.planning.device_profile import DeviceProfile, Speed
 from parallel_runtime.planning.memory_model import Capacity
 from parallel_runtime.planning.network_stats import NetworkStats, Work
 from parallel_runtime.planning.plan_inputs import PlanInputs
-from parallel_runtime.planning.resolve import CLEARLY, ranked, resolve
+from parallel_runtime.planning.resolve import MIN_GAIN_TO_SWITCH, ranked, resolve
 from parallel_runtime.planning.run_plan import RunPlan
-from parallel_runtime.planning.seconds import alone_seconds
+from parallel_runtime.planning.seconds import single_worker_seconds
 from parallel_runtime.request import ParallelRequest
 from parallel_runtime.specs import Placement
 
@@ -78,7 +78,7 @@ def test_a_card_that_only_holds_the_others_up_is_left_out_and_all_ways_are_told_
     plans = plans_of(wish(3, **request_), work, known, capacity_of(80, 80, 80))
     best = plans[0]
     assert "cuda:1" in best.left_out
-    assert best.seconds < CLEARLY * on_all(plans).seconds
+    assert best.seconds < MIN_GAIN_TO_SWITCH * on_all(plans).seconds
     text = " ".join(compared(plans))
     assert f"Estimated {best.seconds:.2f} s per evaluation of all prompts" in text
     assert f"all devices, the tokens by shares, {on_all(plans).seconds:.2f} s" in text
@@ -120,14 +120,14 @@ def test_what_is_taken_is_the_best_to_an_estimates_noise_and_stays(part: int) ->
         plans = ranked(inputs)
         best = plans[0]
         least = min(plan.seconds for plan in plans)
-        assert best.seconds * CLEARLY <= least or best.seconds == math.inf
+        assert best.seconds * MIN_GAIN_TO_SWITCH <= least or best.seconds == math.inf
         assert devices(ranked(replace(inputs, live=best.placement))[0]) == devices(best), "what is there stays"
         for plan in plans:
             stays = ranked(replace(inputs, live=plan.placement))[0]
-            assert stays.seconds * CLEARLY <= plan.seconds
+            assert stays.seconds * MIN_GAIN_TO_SWITCH <= plan.seconds
         if len(devices(best)) == 1 and math.isfinite(best.seconds):
             rank = int(devices(best)[0].removeprefix("cuda:"))
-            alone = work.prompts * alone_seconds(work, known.ranks[rank])
+            alone = work.prompts * single_worker_seconds(work, known.ranks[rank])
             assert best.seconds >= 0.95 * alone, "no card is faster than it measured"
         left_out += bool(best.left_out)
         nowhere += any(plan.seconds == math.inf for plan in plans)
@@ -232,7 +232,7 @@ def test_where_images_are_seen_together_one_gpu_is_a_candidate_too(coupled: dict
     asked = replace(wish(2), guided=False, network=network, batch_coupled="batch_coupled" in coupled)
     plans = plans_of(asked, network.work(1, 1536), link(FAST, FAST, speed=1e9), capacity_of(80.0, 80.0))
     assert devices(plans[0]) == ("cuda:0",)
-    assert plans[0].seconds < CLEARLY * on_all(plans).seconds
+    assert plans[0].seconds < MIN_GAIN_TO_SWITCH * on_all(plans).seconds
 
 
 @pytest.mark.parametrize("shares", ["3,2", "3,2,1"])

@@ -52,7 +52,7 @@ def test_what_is_chosen_fits_every_card_and_uses_what_each_has() -> None:
             continue
         seen.add((plan.weights.mode, bool(plan.weights.resident_blocks_by_rank or plan.weights.shard_shares)))
         usable = 1.0 if plan.weights.mode == "replicate" else 1 - UNFILLED_SHARE
-        at_once = asked.memory.one_by_one if plan.entries_per_call else asked.memory
+        at_once = asked.memory.with_one_prompt_per_batch if plan.entries_per_call else asked.memory
         for rank, (budget, size) in enumerate(zip(asked.memory.budget_bytes_by_rank, needed(plan), strict=True)):
             assert budget is not None
             assert size <= usable * budget

@@ -90,7 +90,13 @@ def in_words(chosen: RunPlan, alone: RunPlan) -> str:
     split = " x ".join(f"{name} {degree}" for name, degree in names.items() if degree > 1)
     assert chosen.estimate is not None
     assert chosen.estimate.fits, chosen
-    return f"{split}, {chosen.weights.mode}: {chosen.seconds:.2g} s, {alone.seconds / chosen.seconds:.1f} x"
+    return f"{split}, {chosen.weights.mode}: {time_in_words(chosen.seconds)}, {alone.seconds / chosen.seconds:.1f} x"
+
+
+def time_in_words(seconds: float) -> str:
+    """Returns two digits, in the units of the README."""
+    digits = f"{seconds:.2g}"
+    return f"{1000 * float(digits):g} ms" if float(digits) < 1 else f"{digits} s"
 
 
 def machine_rows() -> Iterator[str]:

@@ -54,6 +54,7 @@ MESSAGES = [
     Joined(1e12, 0.0),
     Measure(3),
     Measure(3, MODEL, after="offload"),
+    Measure(3, degrees=Parallelism(ring_degree=2), sharded=True),
     Heartbeat(1),
     Heartbeat(1, 0.5),
     Step(1, 0, 20),

@@ -22,7 +22,7 @@ from torch import Tensor
 from ...accelerators import ANY_EXACT, FALLBACK, ring_backend
 from ...architectures.block_patches import attends_each_head, attention_called_by
 from ...architectures.split_plan import AttentionSpecs, Cross, Window
-from ...errors import Refused
+from ...errors import Refused, Unsplittable
 from ...request import AttentionBackend
 from ...specs import Parallelism
 from ..comm.mesh import ContextMesh
@@ -259,7 +259,7 @@ class AttentionOverride(BackendOverride):
         """Returns the streams of an attention with these token counts; None if it is local."""
         if scope == _NO_SCOPE:
             if self._streams.any_split:
-                raise Refused("attention.between", widget="ring_degree")
+                raise Unsplittable("an attention runs between blocks, where a worker has only a part of the tokens")
             return None
         spec = self._scope_specs[scope]
         over = spec if isinstance(spec, list) else [spec]
@@ -270,7 +270,7 @@ class AttentionOverride(BackendOverride):
             cross = streams if isinstance(streams, Cross) else Cross(queries=streams, keys=streams)
             if (self._streams.local_count(cross.queries), self._streams.local_count(cross.keys)) == (queries, keys):
                 return cross
-        raise Refused("attention.tokens", widget="ring_degree", queries=queries, keys=keys, streams=str(over))
+        raise Unsplittable(f"an attention of {queries} over {keys} tokens fits none of {over}")
 
     def _attention(self, cross: Cross, backend: AttentionBackend) -> ContextAttention:
         in_order = self.previous is not None  # a node's override may choose tokens by their places

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...errors import Refused
+from ...errors import Unsplittable
 from ...request import AttentionBackend
 from ...specs import Parallelism
 from ..comm.collectives import SCALE_BYTES, Pending, all_gather_v, allocate, from_float8, to_float8
@@ -125,17 +125,10 @@ class ContextAttention:
 
     def _check(self, query: Tensor, key: Tensor, queries: int, keys: int) -> None:
         if query.shape[1] != queries or key.shape[1] != keys:
-            raise Refused(
-                "attention.expected",
-                over=self.query_streams,
-                of=self.key_streams,
-                queries=queries,
-                keys=keys,
-                query=query.shape[1],
-                key=key.shape[1],
-            )
+            over, got = f"{self.query_streams} over {self.key_streams}", f"{query.shape[1]} and {key.shape[1]}"
+            raise Unsplittable(f"attention of {over} expects {queries} queries and {keys} keys on this rank, got {got}")
         if query.shape[2] % key.shape[2]:
-            raise Refused("attention.heads", queries=query.shape[2], keys=key.shape[2])
+            raise Unsplittable(f"{query.shape[2]} query heads cannot be grouped under {key.shape[2]} key heads")
 
     def _gather_replicated(self, chunk: Tensor, length: int) -> Tensor:
         """Gathers [B, local tokens, H, D] of every rank to [B, `length`, H, D] on each."""

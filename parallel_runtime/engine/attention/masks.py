@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...architectures.split_plan import Names
-from ...errors import Refused
+from ...errors import Unsplittable
 from ..comm.collectives import all_gather_v
 from ..comm.mesh import ContextMesh, MeshDim
 from ..split.streams import Streams
@@ -103,7 +103,7 @@ def gather_key_mask(mask: Tensor, batch: int, heads: int, streams: Streams, name
     sizes, total = streams.tokens_by_rank(names), streams.total(names)
     local = sizes[mesh_dim.index]
     if keys.shape[0] not in (local, total):
-        raise Refused("mask.keys", keys=keys.shape[0], local=local, total=total)
+        raise Unsplittable(f"the mask covers {keys.shape[0]} keys, but this rank has {local} of {total}")
     if keys.shape[0] != local:
         if not streams.any_rank_has_all(names):
             return _key(keys.index_select(0, streams.global_positions(names, keys.device)))
@@ -128,21 +128,16 @@ def _tokens_first(mask: Tensor, batch: int, heads: int) -> Tensor:
         mask = mask[:, None, None, :]
     shape = tuple(mask.shape)
     if mask.ndim != 4 or shape[2] != 1 or shape[1] not in (1, heads) or shape[0] not in (1, batch):
-        raise Refused("mask.queries", batch=batch, shape=str(shape))
+        raise Unsplittable(f"a mask of {shape} differs between queries: only [{batch}, 1, 1, keys] can be split")
     return mask.expand(batch, -1, -1, -1).squeeze(2).permute(2, 0, 1)
 
 
 def pair_mask(mask: Tensor, streams: Streams, queries: Names, keys: Names, mesh: ContextMesh) -> Mask:
     """Returns the part of `mask` for this rank's queries: it is [1 or B, 1 or heads, queries, keys], of all tokens."""
     if tuple(mask.shape[-2:]) != (streams.total(queries), streams.total(keys)):
-        raise Refused(
-            "mask.part",
-            widget="ring_degree",
-            rows=mask.shape[-2],
-            columns=mask.shape[-1],
-            queries=streams.total(queries),
-            keys=streams.total(keys),
-        )
+        pairs = f"{streams.total(queries)} x {streams.total(keys)}"
+        made = f"{mask.shape[-2]} x {mask.shape[-1]}"
+        raise Unsplittable(f"a mask of {made} pairs of tokens was made from a part of {pairs}")
     first = mesh.ring.index * mesh.ulysses.size
     positions = streams.global_positions(queries, mask.device, range(first, first + mesh.ulysses.size))
     return _pair(mask.index_select(-2, positions).index_select(-1, streams.global_positions(keys, mask.device)))
@@ -153,7 +148,7 @@ def patch_mask(mask: Tensor, batch: int, heads: int, streams: Streams, queries: 
     order."""
     pairs = mask.ndim == 4 and mask.shape[2] > 1
     if mask.shape[-1] != streams.total(keys) or (pairs and mask.shape[2] != streams.total(queries)):
-        raise Refused("mask.patch", widget="patches", shape=str(list(mask.shape)), keys=streams.total(keys))
+        raise Unsplittable(f"a mask of {list(mask.shape)} is of a patch of {streams.total(keys)} keys", "patches")
     if not pairs:
         return _key(_tokens_first(mask, batch, heads))
     return _pair(mask.index_select(-2, streams.global_positions(queries, mask.device)))

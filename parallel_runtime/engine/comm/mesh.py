@@ -40,8 +40,8 @@ class GroupState:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MeshDim:
-    """The ranks along one dimension of the mesh: how many, which one this is, their global ranks and group (None: this
-    rank alone).
+    """The ranks along one dimension of the mesh: how many, which one this is, their global ranks and group (None: a
+    single rank).
 
     `comm_device` is where collectives need their tensors if they cannot use this rank's device (None: they can).
     `group_state` is one object for all dimensions of a group. Work along this one is split by `shares`, one a rank; ()
@@ -71,7 +71,7 @@ class ContextMesh:
     """`context` is ring and ulysses together, ring-major: the ranks that share one sequence. `pipeline` is those that
     have the same place in each stage.
 
-    `device_mesh` is the one-dim DeviceMesh of the context ranks (None: alone), for sharding weights over them.
+    `device_mesh` is the one-dim DeviceMesh of the context ranks (None: a single rank), for sharding weights over them.
     """
 
     pipeline: MeshDim = field(default_factory=MeshDim)

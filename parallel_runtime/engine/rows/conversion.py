@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...architectures.autoencoders import Tiles
-from ...errors import Refused
+from ...errors import Unsplittable
 from ...specs import VAEMethod
 from ..comm.collectives import Pending, allocate, send_recv
 from ..comm.mesh import MeshDim
@@ -43,7 +43,7 @@ def share_of(x: Tensor, unit: int, ranks: MeshDim) -> Share:
     dim = -2 if x.shape[-2] >= x.shape[-1] else -1
     units, left = divmod(x.shape[dim], unit)
     if left:
-        raise Refused("rows.multiple", pixels=x.shape[dim], unit=unit)
+        raise Unsplittable(f"{x.shape[dim]} pixels are not a multiple of the {unit} that make a row of the latent")
     return Share(ranks=ranks, dim=dim, units=chunk_sizes(units, ranks.parts))
 
 
@@ -78,7 +78,7 @@ class Conversion:
 
     def self_test(self, x: Tensor, full_share: Share) -> float:
         """Tests a VAE's class by a small input on the ranks of `full_share`, the share of `x`, against the same one on
-        this rank alone. Collective.
+        this rank only. Collective.
 
         Finds what the mode cannot see of functions that read other rows (indexing, concatenation, products along rows).
         Returns the relative L2 distance of this rank's rows, for an input like `x`; NaN where they are not finite.
@@ -86,10 +86,10 @@ class Conversion:
         ranks, dim, unit = full_share.ranks, full_share.dim, x.shape[full_share.dim] // sum(full_share.units)
         total = 2 * ranks.size
         share = Share(ranks=ranks, dim=dim, units=(2,) * ranks.size)
-        alone = Share(ranks=MeshDim(), dim=dim, units=(total,))
+        single_rank = Share(ranks=MeshDim(), dim=dim, units=(total,))
         small = _trial_input(x, self.method, total * unit, TRIAL_COLUMNS * unit, dim)
         runs = []
-        for part in (alone, share):
+        for part in (single_rank, share):
             torch.manual_seed(2)
             runs.append(self.run(small, part).float())
         full, local = runs
@@ -105,7 +105,7 @@ def _copy_out(output: Tensor, place: Tensor) -> None:
     if output.ndim == 4 and place.ndim == 5:  # of one frame, without the dim of time
         output = output.unsqueeze(2)
     if output.shape != place.shape:
-        raise Refused("rows.shape", shape=str(tuple(output.shape)), expected=str(tuple(place.shape)))
+        raise Unsplittable(f"a worker made {tuple(output.shape)} where {tuple(place.shape)} was expected")
     dim = 2 if output.ndim == 5 else 0
     step = max(1, output.shape[dim] * PIECE_BYTES // max(1, output.numel() * output.element_size()))
     for piece, target in zip(output.split(step, dim), place.split(step, dim), strict=True):
@@ -211,7 +211,7 @@ def run_tiles(
             return torch.empty(shape, dtype=tile.dtype, device=META)
         made: Tensor = compute(tile)
         if tuple(made.shape) != shape:
-            raise Refused("rows.shape", shape=str(tuple(made.shape)), expected=str(shape))
+            raise Unsplittable(f"a worker made {tuple(made.shape)} where {shape} was expected")
         if first:
             return made
         while sent:  # so that no more than one waits in memory for rank 0

@@ -135,4 +135,4 @@ class FullPatches:
 
     def _no_level(self, name: str, shape: Sequence[int]) -> NoLevel:
         rows, columns = self._shape[-2:]
-        return NoLevel("rows.level", name=name, shape=str(tuple(shape)), rows=rows, columns=columns)
+        return NoLevel(f"{name} of {tuple(shape)} belongs to no level of {rows} x {columns}")

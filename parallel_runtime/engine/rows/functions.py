@@ -1,5 +1,5 @@
 """torch's functions on this rank's rows of a larger tensor: with the neighbours' rows, with all ranks' statistics or
-keys, on these rows alone where no other matters, or refused.
+keys, on these rows only where no other matters, or refused.
 
 A convolution is computed with zeros for the neighbours' rows while these travel; then the rows at an inner edge are
 computed again. No activation is copied for its halo.
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...errors import Refused
+from ...errors import Unsplittable
 from ..attention.dispatch import attend_block
 from ..attention.ring_and_ulysses import Merge, rotate
 from ..comm.collectives import all_gather_v, allocate, send_recv
@@ -41,7 +41,7 @@ def convolution(
     """Computes torch.nn.functional.conv2d or conv3d."""
     dims = weight.ndim - 2
     if isinstance(padding, str):
-        raise Refused("rows.padding", padding=repr(padding))
+        raise Unsplittable(f"a convolution with padding {padding!r}")
     stride, padding, dilation = (_per_dim(size, dims) for size in (stride, padding, dilation))
     run = partial(func, weight=weight, bias=bias, stride=stride, dilation=dilation, groups=groups)
     rows = padding[share.dim]
@@ -72,14 +72,8 @@ def convolution_with_edges(
 def _check_level(share: Share, y: Tensor, x: Tensor, weight: Tensor, stride: Size, padding: Any) -> Tensor:
     """Returns `y`, the convolution of `x`. Raises Refused where it is not the rows of a level."""
     if not share.is_level(y):
-        raise Refused(
-            "rows.convolution",
-            weight=str(tuple(weight.shape)),
-            stride=str(stride),
-            padding=str(padding),
-            shape=str(tuple(x.shape)),
-            output=str(tuple(y.shape)),
-        )
+        detail = f"a convolution {tuple(weight.shape)} with stride {stride} and padding {padding}"
+        raise Unsplittable(f"{detail} of {tuple(x.shape)} makes {tuple(y.shape)}")
     return y
 
 
@@ -120,7 +114,7 @@ def transposed(
     dims = weight.ndim - 2
     steps, pads, more, dilated = (_per_dim(s, dims)[share.dim] for s in (stride, padding, output_padding, dilation))
     if weight.shape[share.dim] != steps or pads or more or dilated != 1:
-        raise Refused("rows.transposed", weight=str(tuple(weight.shape)), stride=str(stride), padding=str(padding))
+        raise Unsplittable(f"a transposed convolution {tuple(weight.shape)} with stride {stride} and padding {padding}")
     return func(x, weight, bias, stride, padding, output_padding, groups, dilation)
 
 
@@ -155,7 +149,7 @@ def pad(
     if before == after == 0:
         return func(x, pad, mode, value)
     if min(before, after) < 0 or mode == "circular":
-        raise Refused("rows.pad", padding=str(tuple(pad)), mode=mode, shape=str(tuple(x.shape)))
+        raise Unsplittable(f"padding {tuple(pad)} ({mode}) of {tuple(x.shape)} along the split dim")
     rows = share.rows_of(x, "padding")
     if max(before, after) + (mode == "reflect") > min(rows):  # some rows are further than the next rank
         y = func(share.gather(x), pad, mode, value)
@@ -263,7 +257,7 @@ def norm(
     """Computes torch.norm of each channel over all rows and columns of `x` [batch, rows, columns, channels], in float32
     at least."""
     if p not in (2, 2.0) or tuple(dim or ()) != (1, 2) or not keepdim or any(options.values()):
-        raise Refused("rows.dim", name="norm", dim=dim, shape=str(tuple(x.shape)))
+        raise Unsplittable(f"norm over dim {dim} of {tuple(x.shape)}")
     local = func(x, 2, dim, True, dtype=x.dtype if x.dtype in WIDE else torch.float32)
     (all_ranks,) = all_gather_v(local[None], [1] * share.ranks.size, share.ranks).wait()
     return all_ranks.square().sum(0).sqrt().to(x.dtype)
@@ -303,7 +297,7 @@ def interpolate(
     before, after = x.shape[share.dim], y.shape[share.dim]
     smooth, uneven = not mode.startswith("nearest"), before % after and after % before
     if (smooth and before != after) or uneven or not share.is_level(y):
-        raise Refused("rows.interpolation", mode=mode, shape=str(tuple(x.shape)), output=str(tuple(y.shape)))
+        raise Unsplittable(f"interpolation ({mode}) of {tuple(x.shape)} to {tuple(y.shape)}")
     return y
 
 
@@ -321,7 +315,7 @@ def pool(
     width, step, pad = (size if isinstance(size, int) else size[share.dim] for size in sizes)
     y = func(x, kernel_size, stride, padding, *args, **kwargs)
     if width != step or pad or not share.is_level(y):
-        raise Refused("rows.pooling", size=str(kernel_size), stride=str(stride), shape=str(tuple(x.shape)))
+        raise Unsplittable(f"pooling {kernel_size} with stride {stride} of {tuple(x.shape)}")
     return y
 
 
@@ -331,7 +325,7 @@ def noise(share: Share, func: Function, *args: Any, **kwargs: Any) -> Tensor:
     flat = not like and isinstance(args[0], int)
     shape = [*(args if flat else args[0].shape if like else args[0])]
     if len(shape) < 2 or shape[share.dim] % share.local_units:
-        raise Refused("rows.function", name=func.__name__, shape=str(tuple(shape)))
+        raise Unsplittable(f"{func.__name__} of {tuple(shape)}")
     shape[share.dim] = shape[share.dim] // share.local_units * sum(share.units)
     if like:
         kwargs = {"dtype": args[0].dtype, "device": args[0].device, **kwargs}
@@ -344,15 +338,15 @@ def reduce(share: Share, func: Callable[..., Any], x: Tensor, *args: Any, **kwar
     dim = kwargs.get("dim", positional)
     dims = [dim] if isinstance(dim, int) else dim
     if x.ndim >= 4 and (dims is None or any(each % x.ndim == x.ndim + share.dim for each in dims)):
-        raise Refused("rows.dim", name=func.__name__, dim=dim, shape=str(tuple(x.shape)))
+        raise Unsplittable(f"{func.__name__} over dim {dim} of {tuple(x.shape)}")
     return func(x, *args, **kwargs)
 
 
 def refuse_attention(share: Share, func: Function, query: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Refuses attention over this rank's rows alone."""
-    raise Refused("rows.attention", shape=str(tuple(query.shape)))
+    raise Unsplittable(f"attention of {tuple(query.shape)}, which belongs to no block that can be divided")
 
 
 def refuse(share: Share, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     shape = next((tuple(arg.shape) for arg in args if isinstance(arg, Tensor)), ())
-    raise Refused("rows.function", name=func.__name__, shape=str(shape))
+    raise Unsplittable(f"{func.__name__} of {shape}")

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...architectures.row_plan import sides_to_cut
 from ...architectures.split_plan import TEXT
-from ...errors import Refused
+from ...errors import Unsplittable
 from ..comm.collectives import all_gather_v, allocate, send_recv
 from ..comm.mesh import MeshDim
 from ..split.streams import Streams, chunk_sizes
@@ -55,7 +55,7 @@ class Share:
         """Returns the rows of each rank at the level of `x`. Raises Refused where `x` cannot be this rank's rows."""
         factor, left = divmod(x.shape[self.dim], self.local_units)
         if left:
-            raise Refused("rows.own", name=what, shape=str(tuple(x.shape)), dim=self.dim, own=self.local_units)
+            raise Unsplittable(f"{what} of {tuple(x.shape)}: dim {self.dim} is no multiple of {self.local_units} rows")
         return tuple(units * factor for units in self.units)
 
     def full_of(self, x: Tensor) -> Tensor | None:
@@ -177,7 +177,7 @@ class Levels(Share):
         """Returns the level of this rank's rows of shape [..., H, W], or of all ranks' where it is the `full` picture.
         Raises NoLevel where there is none."""
         if (level := self._level(shape, full=full)) is None:
-            raise NoLevel("rows.level", name=what, shape=str(tuple(shape)), rows=self.rows, columns=self.across)
+            raise NoLevel(f"{what} of {tuple(shape)} belongs to no level of {self.rows} x {self.across}")
         return level
 
     def _level(self, shape: Sequence[int], *, full: bool) -> int | None:
@@ -247,7 +247,7 @@ class Levels(Share):
         return (rows, self.widths[level]) if self.dim == -2 else (self.widths[level], rows)
 
 
-class NoLevel(Refused):
+class NoLevel(Unsplittable):
     """Refuses a tensor whose size is of no level, on all ranks alike."""
 
 

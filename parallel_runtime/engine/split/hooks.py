@@ -36,7 +36,7 @@ from ...architectures.split_plan import (
     TokenFunction,
     Window,
 )
-from ...errors import Refused
+from ...errors import Unsplittable
 from ..comm.collectives import all_gather_v
 from ..comm.mesh import MeshDim
 from .splitter import Splitter
@@ -97,7 +97,7 @@ def _convolution(
     """Computes torch.nn.functional.conv1d of [batch, channels, local tokens] with the tokens next to them."""
     shape = [value if isinstance(value, int) else next(iter(value)) for value in (stride, padding, dilation)]
     if shape != [1, 1, 1] or weight.shape[2] != 3:
-        raise Refused("rows.padding", padding=f"{padding} of a kernel of {weight.shape[2]}")
+        raise Unsplittable(f"a convolution with padding {padding} of a kernel of {weight.shape[2]}")
     edges = torch.stack([x[..., :1], x[..., -1:]])[None]
     (by_rank,) = all_gather_v(edges, [1] * ranks.size, ranks).wait()
     outside, others = torch.zeros_like(x[..., :1]), [rank for rank, size in enumerate(sizes) if size]
@@ -131,13 +131,8 @@ class Block:
         whole = {"transformer_options", *self.module_plan.unsplit_args} | functions
         known = self.specs.keys() | whole | framed
         if unknown := [str(name) for name, value in arguments.items() if value is not None and name not in known]:
-            raise Refused(
-                "arguments.unknown",
-                widget="ring_degree",
-                name=self.module_plan.name,
-                kind=type(self.module).__name__,
-                arguments=", ".join(unknown),
-            )
+            name = f"{self.module_plan.name} ({type(self.module).__name__})"
+            raise Unsplittable(f"{name} gets {', '.join(unknown)}, which its plan does not name")
 
     def arguments_by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:
         """Returns the arguments by name; by index where they have none."""
@@ -309,7 +304,7 @@ def _patch_local_frames(
     options, total = arguments["transformer_options"], splitter.total(streams)
     frames, *plane = options["grid_sizes"]
     if total != prod(options["grid_sizes"]):
-        raise Refused("tokens.frame", widget="ring_degree")
+        raise Unsplittable("InfiniteTalk with tokens that belong to no frame")
     part = _LocalFrames.of(splitter, streams[0], total, frames)
     audio = options["audio_embeds"][:, part.first : part.last]
     local = {**options, "grid_sizes": (part.last - part.first, *plane), "audio_embeds": audio}

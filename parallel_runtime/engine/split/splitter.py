@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...architectures.split_plan import Count, Gather, Index, Names, Slices, Split, SplitLike, SplitPlan, SplitSpec
-from ...errors import Refused
+from ...errors import Refused, Unsplittable
 from ..comm.collectives import all_gather_v
 from ..comm.mesh import MeshDim
 from .streams import PipeFusion, Streams, TurnEnded, chunk_sizes
@@ -110,7 +110,7 @@ class Splitter(Streams):
     def _split_once(self, value: Any, spec: Any, where: str) -> Any:
         """Splits a value once for all blocks that receive the same one."""
         if self.pipefusion is not None and isinstance(spec, SplitLike) and "mask" in where:
-            raise Refused("tokens.patch", widget="patches", name=where)
+            raise Unsplittable(f"{where} would have the tokens of one patch, which attend to all tokens", "patches")
         last, split = self._split_values.get(where, (None, None))
         if last is not value:
             if isinstance(spec, SplitLike):
@@ -176,7 +176,7 @@ class Splitter(Streams):
         if value is None:
             return None
         if not isinstance(value, Tensor):
-            raise Refused("tokens.kind", widget="ring_degree", name=where, kind=type(value).__name__)
+            raise Unsplittable(f"{where} is a {type(value).__name__}")
         if spec.ndim not in (None, value.ndim) or value.shape[spec.dim] == 1:
             return value
         total, length = self.total(spec.streams), value.shape[spec.dim]
@@ -259,7 +259,7 @@ class Splitter(Streams):
             flattened = value.reshape(*value.shape[:dim], total, *(1,) * (flat - 1), *value.shape[dim + flat :])
             value = self._local(flattened, streams, dim)
         elif self._arrived_split.get(streams) and not self.full_between_blocks:
-            raise Refused("tokens.whole", widget="ring_degree", name=where)
+            raise Unsplittable(f"{where} would be unsplit, but its blocks got a part of the tokens")
         parts = value.split([self.local_count((stream,)) for stream in streams], dim)
         gathered = [self._gather_stream(part, stream, dim, where) for part, stream in zip(parts, streams, strict=True)]
         complete = [part for part in gathered if part is not None]
@@ -356,5 +356,4 @@ def _slice_after(before: int, start: int | None, end: int | None) -> slice:
 
 
 def _wrong_length(where: str, tokens: int, streams: Names, expected: object) -> Refused:
-    named, expected = "+".join(streams), str(expected)
-    return Refused("tokens.other", widget="ring_degree", name=where, tokens=tokens, streams=named, expected=expected)
+    return Unsplittable(f"{where} has {tokens} tokens, but {'+'.join(streams)} has {expected}")

@@ -1,7 +1,7 @@
 """The token streams of the forward in progress: their lengths, and which of their tokens each rank has; and PipeFusion,
 their tokens in patches, which follow one another through the stages of a pipeline.
 
-Chunk sizes follow from the global token count alone, so that no size is ever sent. Values that depend only on the
+Chunk sizes follow from the global token count only, so that no size is ever sent. Values that depend only on the
 lengths, and scratch memory that layers share, are cached here until the forward is over.
 
 A token patch attends to the keys and values of all tokens: this evaluation's for the patches before it, the previous
@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ...errors import Refused
+from ...errors import Refused, Unsplittable
 from ..comm.collectives import allocate, allocate_scratch
 from ..comm.mesh import MeshDim, Parts
 
@@ -112,13 +112,9 @@ class PipeFusion:
         if self._turn is None:
             return 0, length
         if self._current.lengths.get(stream) != length:
-            raise Refused(
-                "patches.changed",
-                widget="patches",
-                stream=stream,
-                tokens=length,
-                before=self._current.lengths.get(stream, 0),
-            )
+            before = self._current.lengths.get(stream, 0)
+            detail = f"{stream} has {length} tokens, and in the step before {before}, which its cached keys are of"
+            raise Unsplittable(detail, "patches")
         sizes = self._sizes[stream]
         return sum(sizes[: self._turn]), sizes[self._turn]
 
@@ -148,7 +144,7 @@ class PipeFusion:
         if self._turn < self._count - 1:
             return None
         if len(parts) != self._count:
-            raise Refused("patches.missing", widget="patches", name=where, count=len(parts), patches=self._count)
+            raise Unsplittable(f"only {len(parts)} of {self._count} patches of {where} arrived", "patches")
         return torch.cat(parts, dim)
 
 
@@ -164,7 +160,7 @@ def patch_sizes(lengths: Mapping[str, int], main: str, count: int) -> dict[str, 
     has fewer tokens of `main` in turn, at least one."""
     other_tokens, length = sum(lengths.values()) - lengths[main], lengths[main]
     if length < count:
-        raise Refused("patches.tokens.worker", widget="patches", patches=count, tokens=length)
+        raise Refused("patches.tokens", "patches", patches=count, tokens=length, most=length)
     first = min(max(1, -(-(other_tokens + length) // count) - other_tokens), length - count + 1)
     quotient, remainder = divmod(length - first, count - 1)
     later = [quotient + 1] * remainder + [quotient] * (count - 1 - remainder)
@@ -212,7 +208,7 @@ class LocalStream:
     """This rank's `local_tokens` of one stream. Its chunk, the tokens whose queries it computes, is `chunk_tokens` of
     them from `chunk_start` on.
 
-    A split stream has its chunk alone, a replicated one all tokens. For an empty chunk the rank has one dummy token,
+    A split stream has only its chunk, a replicated one all tokens. For an empty chunk the rank has one dummy token,
     which no attention and no gather sees: layers of diffusers reshape with -1, and fail on tensors of no elements.
     """
 
@@ -288,7 +284,7 @@ class Streams:
         """Records the global length of `stream` [tokens]; Refused if this forward has recorded another one."""
         known = self._lengths.setdefault(stream, length)
         if known != length:
-            raise Refused("stream.length", name=where, tokens=length, stream=repr(stream), known=known)
+            raise Unsplittable(f"{where} has {length} tokens, but stream {stream!r} was split with {known} before")
 
     @property
     def lengths(self) -> dict[str, int]:
@@ -302,7 +298,7 @@ class Streams:
         """Returns the global length of `stream`; Refused before it is first split."""
         if stream not in self._lengths:
             seen = ", ".join(f"{name}={length}" for name, length in self._lengths.items()) or "none"
-            raise Refused("stream.early", stream=repr(stream), streams=str(seen))
+            raise Unsplittable(f"{stream!r} is used before the plan split it (so far: {seen})")
         return self._lengths[stream]
 
     def total(self, names: tuple[str, ...]) -> int:

@@ -24,7 +24,7 @@ from ...engine.comm.ranks import machine, machine_ranks, rank
 from ...engine.rows.conversion import Conversion, error_limit, leave_undivided, run_tiles, share_of
 from ...engine.rows.levels import Share
 from ...engine.split.streams import chunk_sizes
-from ...errors import Refused
+from ...errors import Refused, Unsplittable
 from ...jobs import Job, VAEJob
 from ...loading.code_names import named
 from ...loading.fingerprint import model_fingerprint
@@ -191,8 +191,8 @@ def _compare(work: Conversion, x: Tensor, share: Share) -> None:
     """Raises Refused where a conversion divided over ranks differs from one on a single rank by more than rounding."""
     try:
         error = work.self_test(x, share)
-    except Refused as refused:
-        raise Refused("vae.undivided", reason=refused.sentence) from None
+    except Unsplittable as refused:
+        raise Refused("vae.undivided", detail=refused.detail) from None
     allowed = error_limit(x.dtype)
     if not error <= allowed:
         raise Refused("vae.inexact", error=f"{error:.1e}", allowed=f"{allowed:.0e}")

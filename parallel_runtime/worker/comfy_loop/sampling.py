@@ -283,7 +283,7 @@ def with_step_cache(model: ComfyModel, patcher: RankPatcher) -> Iterator[StepCac
         return executor(*arguments)
 
     patcher.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, KEY, predict)
-    patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, one_by_one)
+    patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, evaluate_branches_separately)
     patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, evaluate)
     try:
         with cache.caching():
@@ -292,7 +292,7 @@ def with_step_cache(model: ComfyModel, patcher: RankPatcher) -> Iterator[StepCac
         model.cache = None
 
 
-def one_by_one(executor: Any, model: Any, conds: list[Any], x: Tensor, *args: Any) -> list[Tensor]:
+def evaluate_branches_separately(executor: Any, model: Any, conds: list[Any], x: Tensor, *args: Any) -> list[Tensor]:
     """Calls `calc_cond_batch` for one branch after another: in one batch the step cache would decide for all at once,
     unlike with several batch groups."""
     out = [torch.zeros_like(x)] * len(conds)
