@@ -29,7 +29,7 @@ from .cases import made, plan_of
 
 DEGREES = [(2, 1), (1, 2), (4, 1), (1, 4), (2, 2)]
 STEP = "a sampling step"
-Run = Callable[[], Any]
+Evaluation = Callable[[], Any]
 
 
 def main(names: list[str]) -> None:
@@ -37,7 +37,7 @@ def main(names: list[str]) -> None:
     print(json.dumps({name: dict(_runs(*_subject(name))) for name in names}))
 
 
-def _subject(name: str) -> tuple[nn.Module, Run]:
+def _subject(name: str) -> tuple[nn.Module, Evaluation]:
     """A network, and what runs it."""
     if name == STEP:
         model = fake_cuda_step.model()
@@ -51,7 +51,7 @@ def _subject(name: str) -> tuple[nn.Module, Run]:
     return network, lambda: network(**given, transformer_options={})
 
 
-def _runs(network: nn.Module, run: Run) -> Iterator[tuple[str, Any]]:
+def _runs(network: nn.Module, run: Evaluation) -> Iterator[tuple[str, Any]]:
     yield "alone", _waits(network, run)
     for ring, ulysses in DEGREES:
         degrees = Parallelism(ring_degree=ring, ulysses_degree=ulysses)
@@ -62,7 +62,7 @@ def _runs(network: nn.Module, run: Run) -> Iterator[tuple[str, Any]]:
                 unparallelize(network)
 
 
-def _waits(network: nn.Module, run: Run) -> dict[str, Any]:
+def _waits(network: nn.Module, run: Evaluation) -> dict[str, Any]:
     inside, outside = Launches(lambda: True), Launches(lambda: True)
     try:
         with fake_cuda(), outside, _within(blocks_of(network, plan_of(network).plan, carrying=True), inside):

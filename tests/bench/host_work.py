@@ -20,7 +20,7 @@ from parallel_runtime.engine import graph_runner
 LAYERS = 57  # as FLUX has
 VIEWS = ("view", "transpose", "narrow", "split", "slice", "permute", "select", "unsqueeze", "squeeze", "expand",
          "unbind", "as_strided", "alias", "detach", "empty", "_unsafe_view", "reshape", "_reshape_alias")  # fmt: skip
-Run = Callable[[], Any]
+Launched = Callable[[], Any]
 
 
 class Attentions(nn.Module):
@@ -53,10 +53,10 @@ class OneLaunch:
     nbytes = 0
     out: Any = None
 
-    def warm_up(self, run: Run) -> Any:
+    def warm_up(self, run: Launched) -> Any:
         return run()
 
-    def record(self, run: Run) -> OneLaunch:
+    def record(self, run: Launched) -> OneLaunch:
         graph = OneLaunch()
         graph.out = run()
         return graph
@@ -77,7 +77,7 @@ def counted(attend: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: tuple[Te
     return {"eager": eager, "recorded": _count(lambda: network(*inputs))}
 
 
-def _count(run: Run) -> list[int]:
+def _count(run: Launched) -> list[int]:
     run()
     Launches.count = calls = 0
 

@@ -25,7 +25,7 @@ LIMIT = 0.1  # of the time: a part on one GPU that takes more has its reason in 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class WorkPart:
     """`kind` is ComfyUI's class where it may be divided, `few_flop` with few steps. `moved_bytes` go to a GPU first."""
 
     name: str
@@ -50,29 +50,29 @@ class Part:
 @dataclass(frozen=True, kw_only=True)
 class Film:
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[WorkPart, ...]
 
-    def shares(self, part: Part) -> list[float]:
+    def shares(self, part: WorkPart) -> list[float]:
         """Returns the share of the time that `part` takes in each of RUNS."""
         return [part.seconds(*run) / sum(one.seconds(*run) for one in self.parts) for run in RUNS]
 
 
-def encoder(name: str, weights: float, gigabytes: float, prompts: int) -> Part:
+def encoder(name: str, weights: float, gigabytes: float, prompts: int) -> WorkPart:
     """A text encoder, whose file of so many GB is moved once. With few steps there is no negative prompt."""
     flop = 2 * weights * PROMPT
-    return Part(name=f"text encoder, {name}", flop=prompts * flop, few_flop=flop, moved_bytes=gigabytes * 1e9)
+    return WorkPart(name=f"text encoder, {name}", flop=prompts * flop, few_flop=flop, moved_bytes=gigabytes * 1e9)
 
 
 def sampled(
     kind: str, weights: float, tokens: int, width: int, layers: int, *, times: int, few: int, name: str = "network"
-) -> Part:
+) -> WorkPart:
     """A network that multiplies each token by `weights`, evaluated so many times, each prompt counted."""
     flop = 2 * weights * tokens + 4 * tokens**2 * width * layers
-    return Part(name=name, kind=f"comfy.ldm.{kind}", flop=times * flop, few_flop=few * flop)
+    return WorkPart(name=name, kind=f"comfy.ldm.{kind}", flop=times * flop, few_flop=few * flop)
 
 
-def once(name: str, flop: float, kind: str = "") -> Part:
-    return Part(name=name, kind=kind, flop=flop, few_flop=flop)
+def once(name: str, flop: float, kind: str = "") -> WorkPart:
+    return WorkPart(name=name, kind=kind, flop=flop, few_flop=flop)
 
 
 WAN_VAE, LTX_AV = "comfy.ldm.wan.vae", "lightricks.av_model:LTXAVModel"

@@ -43,7 +43,7 @@ class Event:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class FinishedPrompt:
     """A finished prompt."""
 
     outputs: Mapping[str, Any]
@@ -79,11 +79,11 @@ class Client:
             raise NodeError(json.dumps(answer["node_errors"], indent=1))
         return str(answer["prompt_id"])
 
-    def run(self, graph: Graph, *, timeout: float = RUN_SECONDS, preview_method: str = "none") -> Run:
+    def run(self, graph: Graph, *, timeout: float = RUN_SECONDS, preview_method: str = "none") -> FinishedPrompt:
         since = self.now()
         return self.finish(self.queue(graph, preview_method=preview_method), since=since, timeout=timeout)
 
-    def finish(self, prompt: str, *, since: int = 0, timeout: float = RUN_SECONDS) -> Run:
+    def finish(self, prompt: str, *, since: int = 0, timeout: float = RUN_SECONDS) -> FinishedPrompt:
         """Wait for the end of a queued prompt: its outputs, or raise what its node raised."""
         started = time.monotonic()
         self.wait(lambda e: e.kind == "executing" and e.data == {"node": None, "prompt_id": prompt}, timeout, since)
@@ -94,7 +94,7 @@ class Client:
             raise Interrupted(content["node_type"])
         if kind != "execution_success":
             raise NodeError(f"{content['node_type']}: {content['exception_type']}: {content['exception_message']}")
-        return Run(outputs=history["outputs"], events=events, seconds=time.monotonic() - started)
+        return FinishedPrompt(outputs=history["outputs"], events=events, seconds=time.monotonic() - started)
 
     def interrupt(self, prompt: str) -> None:
         self.post("/interrupt", prompt_id=prompt)

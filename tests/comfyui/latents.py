@@ -7,14 +7,14 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from .client import Run
+from .client import FinishedPrompt
 
 
-def latent_of(run: Run) -> torch.Tensor:
+def latent_of(run: FinishedPrompt) -> torch.Tensor:
     return saved_latents(run)["save"]
 
 
-def saved_latents(run: Run) -> dict[str, torch.Tensor]:
+def saved_latents(run: FinishedPrompt) -> dict[str, torch.Tensor]:
     """By the name of the node that saved it."""
     saved = {name: shown["cp_test"][0]["path"] for name, shown in run.outputs.items() if "cp_test" in shown}
     return {name: load_file(Path(path))["samples"] for name, path in saved.items()}

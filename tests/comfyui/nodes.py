@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .client import Client, Graph, Interrupted, NodeError, Run
+from .client import Client, FinishedPrompt, Graph, Interrupted, NodeError
 from .comfy import find_comfy, why_there_is_none
 from .grid import AMPLIFIED
 from .latents import apart, latent_of
@@ -108,7 +108,7 @@ def _row(client: Client, trial: Trial, native: _Queued, ours: _Queued, since: in
     return replace(row, outcome="equal" if distance <= BAR else "different", apart=distance)
 
 
-def _finished(client: Client, queued: _Queued, since: int) -> Run | str:
+def _finished(client: Client, queued: _Queued, since: int) -> FinishedPrompt | str:
     if queued.why:
         return queued.why
     try:
@@ -137,7 +137,7 @@ def _moved(client: Client, info: Info, tried: list[tuple[Trial, Row]], filled: s
 
 def _judged(client: Client, row: Row, queued: list[_Queued] | None, since: int) -> Row:
     sides = [_finished(client, one, since) for one in queued or []]
-    runs = [run for run in sides if isinstance(run, Run)]
+    runs = [run for run in sides if isinstance(run, FinishedPrompt)]
     if len(runs) < 2:
         return row
     one_ulp = apart(*(latent_of(run) for run in runs))

@@ -23,7 +23,7 @@ WAN = replace(FLUX, family="wan_t2v", size=(8, 12))
 IMAGE = replace(FLUX, latent_seed=3)
 TWO = replace(FLUX, batch=2)
 
-Change = Callable[[Graph], None]
+GraphChange = Callable[[Graph], None]
 
 
 def put(graph: Graph, name: str, kind: str, into: str = "", /, **inputs: Any) -> None:
@@ -43,7 +43,7 @@ def another_text(graph: Graph, tokens: int) -> None:
     graph["other"]["inputs"]["spec"] = spec
 
 
-def two_texts(kind: str, tokens: int, **widgets: Any) -> Change:
+def two_texts(kind: str, tokens: int, **widgets: Any) -> GraphChange:
     def change(graph: Graph) -> None:
         another_text(graph, tokens)
         first, second = SOCKETS[kind]
@@ -66,7 +66,7 @@ def one_after_the_other(graph: Graph) -> None:
     combine(graph, "early", "late")
 
 
-def second_text(kind: str, **widgets: Any) -> Change:
+def second_text(kind: str, **widgets: Any) -> GraphChange:
     """A second text for a part of the picture."""
 
     def change(graph: Graph) -> None:
@@ -86,7 +86,7 @@ def default_around_an_area(graph: Graph) -> None:
     put(graph, "both", "ConditioningSetDefaultCombine", "positive", cond=["part", 0], cond_DEFAULT=["other", 0])
 
 
-def masked_text(area: str) -> Change:
+def masked_text(area: str) -> GraphChange:
     def change(graph: Graph) -> None:
         another_text(graph, 5)
         left_half(graph)
@@ -105,15 +105,15 @@ def left_half(graph: Graph) -> None:
     put(graph, "mask", "MaskComposite", destination=["whole", 0], source=["half", 0], x=0, y=0, operation="add")
 
 
-def on_the_negative(kind: str, **widgets: Any) -> Change:
+def on_the_negative(kind: str, **widgets: Any) -> GraphChange:
     return lambda graph: put(graph, "changed", kind, "negative", conditioning=["negative", 0], **widgets)
 
 
-def on_the_positive(kind: str, /, **widgets: Any) -> Change:
+def on_the_positive(kind: str, /, **widgets: Any) -> GraphChange:
     return lambda graph: put(graph, "changed", kind, "positive", conditioning=["positive", 0], **widgets)
 
 
-def on_the_latent(kind: str, **widgets: Any) -> Change:
+def on_the_latent(kind: str, **widgets: Any) -> GraphChange:
     return lambda graph: put(graph, "changed", kind, "latent_image", samples=["latent", 0], **widgets)
 
 
@@ -126,11 +126,11 @@ def two_latents_in_a_batch(graph: Graph) -> None:
     put(graph, "changed", "LatentBatch", "latent_image", samples1=["latent", 0], samples2=["latent", 0])
 
 
-def sampled_with(**widgets: Any) -> Change:
+def sampled_with(**widgets: Any) -> GraphChange:
     return lambda graph: graph["sampler"]["inputs"].update(widgets)
 
 
-CHANGES: dict[str, tuple[Job, Change]] = {
+CHANGES: dict[str, tuple[Job, GraphChange]] = {
     "timestep ranges": (FLUX, one_after_the_other),
     "timestep ranges of a video": (WAN, one_after_the_other),
     "area": (FLUX, second_text("ConditioningSetArea", width=64, height=64, x=16, y=8, strength=0.7)),
@@ -190,7 +190,7 @@ def sample(server: Server, name: str, **degrees: int) -> torch.Tensor:
     return latent_of(server.client.run(graph))
 
 
-def native(job: Job, change: Change) -> Graph:
+def native(job: Job, change: GraphChange) -> Graph:
     graph = sampling_graph(job, "KSampler")
     change(graph)
     return graph

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from .client import Graph, Run
+from .client import FinishedPrompt, Graph
 from .comfy import OUR_ROOT
 from .graphs import Job, longer, sampling_graph
 from .latents import apart, latent_of
@@ -54,7 +54,7 @@ def test_migrate_then_run_gives_natives_latent_and_saves_the_picture(server: Ser
     assert Image.open(picture).size == (16, 8)
     last = done.stdout.splitlines()[-1]
     assert last.startswith("success ")
-    run = Run(outputs=json.loads(last.removeprefix("success ")), events=(), seconds=0)
+    run = FinishedPrompt(outputs=json.loads(last.removeprefix("success ")), events=(), seconds=0)
     assert apart(latent_of(run), native) <= 1e-4
 
 
@@ -94,7 +94,7 @@ def test_comfyuis_own_command_runs_it(server: Server, tmp_path: Path) -> None:
     done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (job,) = server.client.get("/history?max_items=1").values()
-    assert apart(latent_of(Run(outputs=job["outputs"], events=(), seconds=0)), native) <= 1e-4
+    assert apart(latent_of(FinishedPrompt(outputs=job["outputs"], events=(), seconds=0)), native) <= 1e-4
     assert "CPSampler" in {call["class_type"] for call in job["prompt"][2].values()}
 
 

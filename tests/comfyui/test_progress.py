@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from .cases import DEGREES
-from .client import Run
+from .client import FinishedPrompt
 from .graphs import Job, sampling_graph
 from .server import Server
 from .test_kin import advanced
@@ -22,7 +22,7 @@ SLOW = Job(family="flux_dev", cfg=2.0, size=(48, 48), steps=5)  # ComfyUI drops 
 Progress = dict[str, list[tuple[int, int]]]
 
 
-def progress(run: Run) -> Progress:
+def progress(run: FinishedPrompt) -> Progress:
     """(value, max) of each event, by node."""
     progress: Progress = defaultdict(list)
     for event in filter(lambda event: event.kind == "progress", run.events):

@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
-class Run:
+class TrainingRun:
     """Everything a resumed run needs."""
 
     model: FluxTransformer2DModel
@@ -69,7 +69,7 @@ class Run:
     losses: list[float] = field(default_factory=list)
 
 
-def start(seed: int) -> Run:
+def start(seed: int) -> TrainingRun:
     """An untrained run; every block begins as the identity."""
     torch.manual_seed(seed)
     model = FluxTransformer2DModel(**ARCHITECTURE)
@@ -80,7 +80,7 @@ def start(seed: int) -> Run:
     average = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.99), weight_decay=0.01)
     evaluate = partial(transformer.evaluate, model)
-    return Run(model=model, evaluate=evaluate, average=average, optimizer=optimizer, rng=random.Random(seed))
+    return TrainingRun(model=model, evaluate=evaluate, average=average, optimizer=optimizer, rng=random.Random(seed))
 
 
 def batch(rng: random.Random) -> tuple[Tensor, Tensor, Tensor]:
@@ -106,7 +106,7 @@ def loss(evaluate: Evaluate, latents: Tensor, cross: Tensor, pooled: Tensor) -> 
     return ((guess.float() - noise + latents).square().mean((0, 2, 3)) * fitting.weights()).mean()
 
 
-def advance(run: Run, rate: float) -> float:
+def advance(run: TrainingRun, rate: float) -> float:
     """One optimizer step; returns the loss."""
     for group in run.optimizer.param_groups:
         group["lr"] = rate
@@ -122,7 +122,7 @@ def advance(run: Run, rate: float) -> float:
     return loss_before.item()
 
 
-def save(run: Run, out: Path, seed: int) -> None:
+def save(run: TrainingRun, out: Path, seed: int) -> None:
     """The averaged weights as a single-file checkpoint, the state to resume from, and a grid of samples."""
     weights = {key: value.bfloat16() for key, value in transformer.to_checkpoint(run.average).items()}
     about = {
@@ -148,7 +148,7 @@ def save(run: Run, out: Path, seed: int) -> None:
     _grid(run, out.with_suffix(".png"))
 
 
-def resume(run: Run, path: Path) -> None:
+def resume(run: TrainingRun, path: Path) -> None:
     """Continues where save left off."""
     state = torch.load(path, weights_only=True)
     run.model.load_state_dict(state["model"])
@@ -160,7 +160,7 @@ def resume(run: Run, path: Path) -> None:
     run.step, run.seconds = state["step"], state["seconds"]
 
 
-def train(run: Run, *, out: Path, seed: int, steps: int, minutes: float, rate: float) -> None:
+def train(run: TrainingRun, *, out: Path, seed: int, steps: int, minutes: float, rate: float) -> None:
     """Until the steps or the minutes are over, whichever is first; the learning rate falls to zero by then."""
     before, saved = time.monotonic() - run.seconds, run.seconds
     while (done := max(run.step / steps, run.seconds / 60 / minutes)) < 1:
@@ -176,7 +176,7 @@ def train(run: Run, *, out: Path, seed: int, steps: int, minutes: float, rate: f
     save(run, out, seed)
 
 
-def _grid(run: Run, path: Path) -> None:
+def _grid(run: TrainingRun, path: Path) -> None:
     trained = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
     run.model.load_state_dict(run.average)
     generator = torch.Generator().manual_seed(1)

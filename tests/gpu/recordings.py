@@ -42,7 +42,7 @@ def cases(setting: Setting, device: torch.device) -> Iterator[Case]:
         yield Case({"what": "recorded forwards"}, partial(dict, note=NEEDS_CUDA))
         return
     for subject in subjects(setting):
-        trial = Trial(subject, device, alone=not setting.one_card)
+        trial = RecordedNetwork(subject, device, alone=not setting.one_card)
         for words, parallelism in degrees(setting.world_size):
             labels = {"what": subject.name, "degrees": words}
             yield from unbroken(labels, trial.cases(labels, parallelism))
@@ -55,7 +55,7 @@ def degrees(world_size: int) -> list[tuple[str, Parallelism]]:
     return both or rotated or [("1 rank", Parallelism())]
 
 
-class Trial:
+class RecordedNetwork:
     """A network, and runs of it by Euler steps that evaluate the prompt and the negative prompt apart: nothing in
     them waits for the device. `alone`: no other rank shares the device."""
 

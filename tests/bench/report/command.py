@@ -33,7 +33,7 @@ LONGER = 3  # times what a part takes on an H100, before it is cut off; more whe
 SHORTEST_SECONDS = 20.0  # a part that has less is not begun
 
 
-class Part(NamedTuple):
+class ReportPart(NamedTuple):
     """A part of the report: its `module`, and about how many `seconds` it takes on an H100. `by` shares
     its work out: `ranks` of its own, the `workers` of the product, or `nobody`."""
 
@@ -46,15 +46,15 @@ class Part(NamedTuple):
 
 
 PARTS = (  # the least measured ones first, then by speed and importance
-    Part("graph_pools", "tests.gpu.graph_pools", "Memory of CUDA graphs", 30, "nobody", "no more"),
-    Part("recordings", "tests.gpu.recordings", "Recorded forwards", 50, "ranks"),
-    Part("page_locks", "tests.gpu.page_locks", "Offload without page-locked memory", 10, "nobody", "no more"),
-    Part("attention", "tests.bench.report.attention_cases", "Attention against float64", 25, "ranks", "no more"),
-    Part("group", "tests.bench.report.group_cases", "The worker group", 70, "workers", "diffusers"),
-    Part("networks", "tests.bench.report.network_cases", "ComfyUI's own networks against one rank", 35, "ranks"),
-    Part("vae", "tests.bench.report.vae_cases", "CP VAE against one process", 70, "workers"),
-    Part("share", "tests.bench.report.rank_share_cases", "A rank's share, without transfers", 150, "nobody"),
-    Part("diffusers_own", "tests.bench.report.diffusers_own", "The same, diffusers' own", 35, "nobody", "diffusers"),
+    ReportPart("graph_pools", "tests.gpu.graph_pools", "Memory of CUDA graphs", 30, "nobody", "no more"),
+    ReportPart("recordings", "tests.gpu.recordings", "Recorded forwards", 50, "ranks"),
+    ReportPart("page_locks", "tests.gpu.page_locks", "Offload without page-locked memory", 10, "nobody", "no more"),
+    ReportPart("attention", "tests.bench.report.attention_cases", "Attention against float64", 25, "ranks", "no more"),
+    ReportPart("group", "tests.bench.report.group_cases", "The worker group", 70, "workers", "diffusers"),
+    ReportPart("networks", "tests.bench.report.network_cases", "ComfyUI's own networks against one rank", 35, "ranks"),
+    ReportPart("vae", "tests.bench.report.vae_cases", "CP VAE against one process", 70, "workers"),
+    ReportPart("share", "tests.bench.report.rank_share_cases", "A rank's share, without transfers", 150, "nobody"),
+    ReportPart("diffusers_own", "tests.bench.report.diffusers_own", "The same by diffusers", 35, "nobody", "diffusers"),
 )
 
 
@@ -83,7 +83,7 @@ def _measure(options: argparse.Namespace) -> int:
     return 0
 
 
-def _report(parts: Sequence[tuple[Part, Setting]], page: Page, minutes: float) -> None:
+def _report(parts: Sequence[tuple[ReportPart, Setting]], page: Page, minutes: float) -> None:
     deadline = time.monotonic() + 60 * minutes
     for number, (part, setting) in enumerate(parts):
         title = f"{part.title}{_where(part, setting)}"
@@ -96,7 +96,7 @@ def _report(parts: Sequence[tuple[Part, Setting]], page: Page, minutes: float) -
             log.info("  %s", in_a_line(measurement))
 
 
-def planned(options: argparse.Namespace, gpus: int) -> Iterator[tuple[Part, Setting]]:
+def planned(options: argparse.Namespace, gpus: int) -> Iterator[tuple[ReportPart, Setting]]:
     """Yields each part on as many ranks as there are GPUs; with one GPU also on several ranks of it, for their errors.
     Raises Refused where all numbers of ranks are larger than that."""
     base = Setting(kind=options.devices, comfyui=find_comfyui(options.comfyui), tokens=options.tokens)
@@ -124,7 +124,7 @@ def _recorded(settings: Sequence[Setting]) -> list[Setting]:
     return chosen + ([replace(most, registered=True)] if most.world_size > 1 and most.kind == "cuda" else [])
 
 
-def seconds_for(parts: Sequence[tuple[Part, Setting]], remaining: float, minutes: float) -> float:
+def seconds_for(parts: Sequence[tuple[ReportPart, Setting]], remaining: float, minutes: float) -> float:
     """Returns how many of the `remaining` seconds the first of the remaining `parts` may take; the last one gets
     all."""
     part, _ = parts[0]
@@ -132,7 +132,7 @@ def seconds_for(parts: Sequence[tuple[Part, Setting]], remaining: float, minutes
     return min(remaining, max(share, LONGER * part.seconds * minutes / MINUTES))
 
 
-def _measurements(part: Part, setting: Setting, seconds: float) -> Iterator[Measurement]:
+def _measurements(part: ReportPart, setting: Setting, seconds: float) -> Iterator[Measurement]:
     if part.needs == "ComfyUI" and not setting.comfyui:
         yield {"what": "not run", "note": "no ComfyUI here; --comfyui names its folder"}
     elif part.needs == "diffusers" and importlib.util.find_spec("diffusers") is None:
@@ -145,7 +145,7 @@ def _measurements(part: Part, setting: Setting, seconds: float) -> Iterator[Meas
         yield from measurements_of(part.module, setting, processes=processes, seconds=seconds)
 
 
-def _where(part: Part, setting: Setting) -> str:
+def _where(part: ReportPart, setting: Setting) -> str:
     if part.by == "nobody":
         return ""
     several = f": {setting.world_size} {part.by}" if setting.world_size > 1 else f": one {part.by.removesuffix('s')}"
@@ -153,7 +153,7 @@ def _where(part: Part, setting: Setting) -> str:
     return f"{several} on one card, over NCCL; times would say nothing" if setting.one_card else several
 
 
-def _estimated_seconds(parts: Sequence[tuple[Part, Setting]]) -> float:
+def _estimated_seconds(parts: Sequence[tuple[ReportPart, Setting]]) -> float:
     return sum(part.seconds for part, _ in parts)
 
 

@@ -28,21 +28,21 @@ from .measuring import GIB, Case, Measurement, Setting
 LONG = 2000  # steps of a run that somebody ends
 
 
-class Cancelled(BaseException):
+class EndedByCaller(BaseException):
     """The user's cancel."""
 
 
 def cases(setting: Setting, device: torch.device) -> Iterator[Case]:
-    trial = Trial(Placement(devices=setting.devices))
+    trial = GroupRuns(Placement(devices=setting.devices))
     again = ("run after it, the same bits", trial.run)
     anew = (("start of another group", trial.start), ("run in it, the same bits", trial.run))
     steps = (
         ("start of the group", trial.start),
         ("first run, with loading", trial.run),
         ("the same, warm", trial.run),
-        ("run that is cancelled in its first steps", partial(trial.end_first_step, trial.cancel, Cancelled)),
+        ("run that is cancelled in its first steps", partial(trial.end_first_step, trial.cancel, EndedByCaller)),
         again,
-        ("run that is cancelled while it records", partial(trial.end_recording, trial.cancel, Cancelled)),
+        ("run that is cancelled while it records", partial(trial.end_recording, trial.cancel, EndedByCaller)),
         again,
         ("Free memory", trial.free),
         again,
@@ -66,7 +66,7 @@ def memory_measurement(group: WorkerGroup) -> Measurement:
     return {"gib": max(reading.used_bytes for reading in group.readings) / GIB} if group.readings else {}
 
 
-class Trial:
+class GroupRuns:
     """A group, and what a user does to it."""
 
     def __init__(self, placement: Placement) -> None:
@@ -94,7 +94,7 @@ class Trial:
         assert torch.equal(self._first, samples), "it differs from the first"
 
     def cancel(self) -> None:
-        raise Cancelled
+        raise EndedByCaller
 
     def kill(self) -> None:
         os.kill(self.group.pids[-1], signal.SIGKILL)

@@ -34,7 +34,7 @@ def cases(setting: Setting, device: torch.device) -> Iterator[Case]:
     dtype = torch.float32 if setting.tiny else torch.bfloat16
     subjects = []
     for name, (make, latent) in _vaes(setting.tiny).items():
-        subject = Decode(make, latent, dtype, device)
+        subject = VAEDecode(make, latent, dtype, device)
         subjects.append((name, subject))
         yield Case({"what": name, "workers": "none, ComfyUI's process"}, subject.alone)
     for count in sorted({1, setting.world_size}):
@@ -44,7 +44,7 @@ def cases(setting: Setting, device: torch.device) -> Iterator[Case]:
                     yield Case({"what": f"{name}{what}", "workers": count}, partial(act, group))
 
 
-class Decode:
+class VAEDecode:
     """One VAE and one latent."""
 
     def __init__(
