@@ -1,5 +1,5 @@
-"""What every test may rely on: `gpu` tests skip where torch sees no CUDA device, and of `sweep` tests a part runs,
-each day another one.
+"""What every test may rely on: `gpu` tests skip where torch sees no CUDA device, and of `sweep` tests a part runs, each
+day another one; in ./tests/run of all tests of the slow folders too.
 
 What was skipped is said in one line for each reason.
 """
@@ -11,11 +11,17 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from datetime import date
+from pathlib import Path
 
 import pytest
 
 SWEEP = "CP_TEST_SWEEP"
 DAY = "CP_TEST_DAY"  # the number of the day whose part of the cases runs; otherwise today's
+TESTS = Path(__file__).parent
+SLOW = "architectures", "browser", "comfyui", "engine", "for_diffusers", "group", "machines", "planning", "rows"
+DAYS = (
+    "CP_TEST_DAYS"  # in so many days every case of SLOW folders has run; ./tests/run sets it, as all take half an hour
+)
 
 
 def _sees_cuda() -> bool:
@@ -28,8 +34,8 @@ def _sees_cuda() -> bool:
 
 def pytest_report_header() -> str | None:
     partly = (
-        f"of tests marked `sweep` the part of {DAY}={day()} runs: all with ./tests/run --all or {SWEEP}=1, and what is "
-        "named"
+        f"of tests marked `sweep`{' and of slow folders' if os.environ.get(DAYS) else ''} the part of {DAY}={day()} "
+        f"runs: all with ./tests/run --all or {SWEEP}=1, and what is named"
     )
     return None if os.environ.get(SWEEP) else partly
 
@@ -60,9 +66,21 @@ def _leave_out_what_waits(config: pytest.Config, items: list[pytest.Item]) -> No
         if None not in _shares(item):
             functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
     used: Counter[tuple[str, str, str]] = Counter()
-    run = {item for cases in functions.values() for item in _most_various(cases, used)}
+    various = {item for cases in functions.values() for item in _most_various(cases, used)}
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        if item in various:
+            files.setdefault(item.path, []).append(item)
+    run = {item for path, cases in files.items() for item in _of_this_day(path, cases)}
     config.hook.pytest_deselected(items=[item for item in items if item not in run])
     items[:] = [item for item in items if item in run]
+
+
+def _of_this_day(path: Path, cases: list[pytest.Item]) -> list[pytest.Item]:
+    """Returns the cases of a file that run today, at least one."""
+    days = int(os.environ.get(DAYS) or 1) if path.relative_to(TESTS).parts[0] in SLOW else 1
+    parts = min(days, len(cases))
+    return cases[day() % parts :: parts]
 
 
 def _shares(item: pytest.Item) -> list[int | None]:
