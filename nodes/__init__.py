@@ -17,8 +17,8 @@ from .classes.cp_plan import CPPlan
 from .classes.cp_sampler import CPModel, CPSampler, CPSamplerAdvanced, CPSamplerCustom, CPSamplerCustomBasic
 from .classes.cp_vae import CPVAE
 from .describe.clip import note_weights
-from .describe.loader_nodes import note_loaders
 from .describe.model_files import note_files
+from .describe.model_source import note_loaders
 from .server.routes import add_routes
 from .server.start_ahead import on_prompt, start_with_comfyui
 from .server.status_events import start_publishing, untested

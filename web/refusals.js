@@ -16,7 +16,7 @@ const DISMISS = '[data-testid="error-overlay-dismiss"]';
 /** @typedef {import("./graph.js").LGraphNode} LGraphNode */
 
 /**
- * What nodes/describe/refused_event.py sends. `widget` and `fix` are of a CP Parallel Config.
+ * What nodes/describe/host.py sends. `widget` and `fix` are of a CP Parallel Config.
  * @typedef {{prompt_id: string, node_id: string, code: string, values: Record<string, any>, widget: string | null, fix: Record<string, any>}} Refusal
  */
 

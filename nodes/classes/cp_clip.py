@@ -17,7 +17,7 @@ from ...parallel_runtime.loading.mapped import has_dynamic_vram
 from ...parallel_runtime.request import ParallelRequest
 from ...parallel_runtime.specs import ModelSpec
 from ..describe.clip import check_weights, describe_clip
-from ..describe.refused_event import announce_refusals
+from ..describe.host import announce_refusals
 from ..describe.vae import NotParallel
 from ..remote.in_workers import InWorkers, in_workers, warn
 from ..remote.remote_encoder import EncoderPatcher, RemoteEncoder, copy_state

@@ -7,7 +7,7 @@ from typing import Any
 from comfy_api.latest import io
 
 from ...parallel_runtime.explain.plan_report import Report
-from ..describe.refused_event import announce_refusals
+from ..describe.host import announce_refusals
 from ..remote.comparing import compared_rows, expanded
 from .cp_config import CATEGORY
 

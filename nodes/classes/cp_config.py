@@ -7,7 +7,7 @@ from typing import Any
 from comfy_api.latest import io
 
 from ...parallel_runtime.request import ParallelRequest, Widget, widgets
-from ..describe.refused_event import announce_refusals
+from ..describe.host import announce_refusals
 
 CATEGORY = "model/sampling/context parallel"
 CPConfig = io.Custom("CP_CONFIG")

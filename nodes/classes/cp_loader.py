@@ -19,9 +19,9 @@ from ...parallel_runtime.errors import Refused
 from ...parallel_runtime.loading.mapped import Mapped, calls_loader, load_mapped, with_views
 from ...parallel_runtime.loading.node_loader import load_by_node
 from ...parallel_runtime.request import ParallelRequest
-from ..describe.loader_nodes import note_call
+from ..describe.host import announce_refusals
 from ..describe.model_files import SAFETENSORS
-from ..describe.refused_event import announce_refusals
+from ..describe.model_source import note_call
 from ..remote.sampling_run import sampled_on_workers
 from ..server.settings import request_from
 from .cp_clip import encoding_request, parallel_clip

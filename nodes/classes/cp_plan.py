@@ -27,11 +27,10 @@ from ...parallel_runtime.loading.replaced_code import replaced_in_loop
 from ...parallel_runtime.planning.request_checks import LEAST_STEPS
 from ...parallel_runtime.planning.run_plan import RunPlan
 from ...parallel_runtime.request import ParallelRequest
-from ..describe.control_nets import Conds, controls_of, weight_bytes
-from ..describe.describer import describer
 from ..describe.foreign_code import check_loop, why_replaced
+from ..describe.host import announce_refusals
 from ..describe.model import DescribedModel, describe_model
-from ..describe.refused_event import announce_refusals
+from ..describe.model_files import Conds, controls_of, describer, weight_bytes
 from ..describe.sampling_job import check_conds, check_latent, describe_conds, describe_on_model, text_tokens
 from ..describe.vae import explain_decode
 from ..remote.comparing import compared_rows, expanded

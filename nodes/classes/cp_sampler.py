@@ -13,7 +13,7 @@ from comfy_extras.nodes_custom_sampler import SamplerCustom, SamplerCustomAdvanc
 from nodes import KSampler, KSamplerAdvanced  # type: ignore[attr-defined]  # ComfyUI's module, not our package
 
 from ...parallel_runtime.request import ParallelRequest
-from ..describe.refused_event import announce_refusals
+from ..describe.host import announce_refusals
 from ..remote.sampling_run import guider_on_workers, model_described_late, model_on_workers
 from ..server.settings import request_from
 from .cp_config import CATEGORY, CPConfig

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...parallel_runtime.group.shared_output import SharedOutput
 from ...parallel_runtime.request import ParallelRequest
-from ..describe.refused_event import announce_refusals
+from ..describe.host import announce_refusals
 from ..describe.vae import NotParallel, describe_vae
 from ..remote.comfy_memory import CPU, WeightlessPatcher, WorkerModel
 from ..remote.in_workers import InWorkers, in_workers, warn

@@ -23,9 +23,9 @@ from ...parallel_runtime.loading.mapped import Mapped, has_dynamic_vram
 from ...parallel_runtime.loading.node_loader import network_fingerprint
 from ...parallel_runtime.loading.replaced_code import MERGES
 from ...parallel_runtime.specs import ModelSpec, SourceFile
-from .describer import describer
 from .foreign_code import changes_of, check_code, foreign_layers
 from .model import argument_to_json
+from .model_files import describer
 from .vae import NotParallel
 
 DTYPE = "manual_cast_dtype"  # ComfyUI replaces it on each CLIP: encoders compute in it

@@ -46,14 +46,19 @@ from ...parallel_runtime.planning.request_checks import check_run_in_patches
 from ...parallel_runtime.request import ParallelRequest
 from ...parallel_runtime.specs import ModelSpec, SourceFile
 from .batch_coupling import is_batch_coupled, network_couples_images
-from .control_nets import Conds, controls_of, count_residuals, gligens_of, weight_bytes
-from .describer import describer
 from .foreign_code import check_code, check_layers, check_model, check_network, layers_of_packs
-from .in_place import changed_attributes
-from .kernels import without_lse
-from .loader_nodes import spec_by_node
-from .local_devices import plan_inputs
-from .model_patches import OVERRIDE, check_network_patches, compilation, native_model, native_network, replaced_methods
+from .host import plan_inputs
+from .model_files import Conds, controls_of, count_residuals, describer, gligens_of, weight_bytes
+from .model_patches import (
+    OVERRIDE,
+    check_network_patches,
+    compilation,
+    native_model,
+    native_network,
+    replaced_methods,
+    without_lse,
+)
+from .model_source import changed_attributes, spec_by_node
 from .vae import encode_bytes
 
 GUIDES = "guide_attention_entries"  # of a condition

@@ -1,4 +1,6 @@
-"""Describes what is on a MODEL for the workers: model options, wrappers, block patches, torch.compile."""
+"""Describes what is on a MODEL for the workers: model options, wrappers, block patches, torch.compile; and the
+attention that a user chose for it: by a node, by the file, or by ComfyUI's flags.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +8,25 @@ import json
 from itertools import chain
 from typing import Any
 
+import comfy.ldm.modules.attention
+import comfy.model_management
+from comfy.cli_args import args
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import get_all_wrappers
 from comfy.sd import VAE
 from comfy_api.torch_helpers.torch_compile import COMPILE_KEY, TORCH_COMPILE_KWARGS
 from torch import nn
 
+from ...parallel_runtime.accelerators import KERNELS, ring_backend
+from ...parallel_runtime.architectures.block_patches import attention_called_by
+from ...parallel_runtime.architectures.network_modules import preferred_attentions
 from ...parallel_runtime.errors import Refused, quoted
 from ...parallel_runtime.jobs import Described
 from ...parallel_runtime.loading.code_names import Unsendable, is_comfyui, qualified_name
 from ...parallel_runtime.loading.object_codec import PLAIN, Describer
-from ...parallel_runtime.request import CompileChoice
+from ...parallel_runtime.request import CompileChoice, ParallelRequest
 from ...parallel_runtime.specs import Compilation
-from .describer import describer
+from .model_files import describer
 
 # ComfyUI's sampling code makes these model options anew in the worker.
 SET_BY_RUN = {"registered_hooks", "to_load_options", "multigpu_clones", "multigpu_thread_pool", TORCH_COMPILE_KWARGS}
@@ -160,3 +168,33 @@ def _with_function_names(key: str, value: Any) -> str:
 
 def _empty(value: Any) -> bool:
     return value is None or (isinstance(value, dict | list | tuple | set) and not value)
+
+
+FLAGS = (
+    "use_sage_attention", "use_flash_attention", "use_ck_attention", "use_split_cross_attention",
+    "use_quad_cross_attention",
+)  # fmt: skip  # not the one for PyTorch's own: what a ring has is PyTorch's too
+
+
+def without_lse(model: ModelPatcher, request: ParallelRequest) -> str:
+    """Names the attention of this MODEL that a user chose and a ring cannot have, as it gives no log-sum-exp to merge
+    blocks of keys by; "" if there is none."""
+    override = model.model_options["transformer_options"].get(OVERRIDE)
+    if override is not None:
+        return "" if _has_lse(attention_called_by(override)) else qualified_name(override)
+    if request.options.attention_backend != "auto":
+        return ""
+    for function in preferred_attentions(native_network(model)).values():
+        if not _has_lse(function.__name__):
+            return qualified_name(function)
+    flag = next((flag for flag in FLAGS if getattr(args, flag, False)), None)
+    own = comfy.ldm.modules.attention.optimized_attention
+    if flag is None or _has_lse(own.__name__):
+        return ""
+    return f"--{flag.replace('_', '-')}"
+
+
+def _has_lse(function: str) -> bool:
+    """Has a ring on ComfyUI's kind of device a kernel of what the attention function of this name calls?"""
+    backend, kind = ring_backend(function), comfy.model_management.get_torch_device().type
+    return backend == "auto" or (backend != "" and kind in KERNELS[backend].devices)

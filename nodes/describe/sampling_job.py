@@ -26,10 +26,9 @@ from ...parallel_runtime.loading.packs import files_of, in_import_order, pack_re
 from ...parallel_runtime.loading.random_states import generator_kind, random_states
 from ...parallel_runtime.loading.replaced_code import replaced_in_loop
 from .batch_coupling import couples_by_masks, couples_evaluations, is_batch_coupled
-from .control_nets import Conds, gligens_of
-from .describer import describer
 from .foreign_code import check_loop
 from .model import DescribedModel
+from .model_files import Conds, describer, gligens_of
 from .model_patches import describe_functions, describe_options, wrappers_of
 
 TakeBack = Callable[[dict[str, Any]], None]

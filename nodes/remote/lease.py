@@ -32,7 +32,7 @@ from ...parallel_runtime.planning.seconds import times_as_fast
 from ...parallel_runtime.planning.work_shares import are_automatic
 from ...parallel_runtime.request import AfterSampling, ParallelRequest
 from ...parallel_runtime.specs import ModelSpec, Placement
-from ..describe.local_devices import comfy_setup
+from ..describe.host import comfy_setup
 from .comfy_memory import LIMIT, GroupModel, capacity_for, sum_by_device, unload_comfyui_models, user_limits
 
 log = logging.getLogger(__name__)

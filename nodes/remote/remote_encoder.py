@@ -23,8 +23,8 @@ from ...parallel_runtime.planning.run_plan import Estimate, RunPlan
 from ...parallel_runtime.request import ParallelRequest
 from ...parallel_runtime.specs import ModelSpec, Parallelism, Placement
 from ..describe.clip import check_encoder, describe_clip, describe_encoding, with_patches
-from ..describe.describer import describer
 from ..describe.model import describe_weight_patches
+from ..describe.model_files import describer
 from ..describe.vae import NotParallel
 from .comfy_memory import LIMIT, WeightlessPatcher, free_model, room_bytes, user_limits
 from .lease import Lease, lease_workers, progress_bar

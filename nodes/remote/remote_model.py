@@ -32,6 +32,7 @@ from ...parallel_runtime.planning.run_plan import RunPlan
 from ...parallel_runtime.request import ParallelRequest
 from ..describe.batch_coupling import check_state, couples_by_masks, network_couples_batch
 from ..describe.foreign_code import check_module, check_network
+from ..describe.host import announce_refusals
 from ..describe.model import DescribedModel, describe_model
 from ..describe.model_patches import (
     describe_transformer_options,
@@ -40,7 +41,6 @@ from ..describe.model_patches import (
     replaced_attributes,
     replaced_methods,
 )
-from ..describe.refused_event import announce_refusals
 from ..describe.sampling_job import MULTIGPU
 from .comfy_memory import CPU, GroupModel, WeightlessPatcher
 from .lease import lease_with_plan

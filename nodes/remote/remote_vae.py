@@ -25,7 +25,7 @@ from ...parallel_runtime.planning.run_plan import Estimate, RunPlan
 from ...parallel_runtime.planning.work_shares import requested_shares, shares_within
 from ...parallel_runtime.request import ParallelRequest
 from ...parallel_runtime.specs import ModelSpec, Parallelism, Placement, VAEMethod
-from ..describe.local_devices import gpu_kind, last_used, plan_without_model, visible_gpus
+from ..describe.host import gpu_kind, last_used, plan_without_model, visible_gpus
 from ..describe.vae import NotParallel, check_vae
 from .comfy_memory import free_model
 from .lease import Lease, lease_workers, progress_bar

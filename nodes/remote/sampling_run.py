@@ -32,12 +32,11 @@ from ...parallel_runtime.loading.packs import note_failed_import, packs_named, p
 from ...parallel_runtime.loading.random_states import set_random_states
 from ...parallel_runtime.planning.request_checks import LEAST_STEPS
 from ...parallel_runtime.request import ParallelRequest
-from ..describe.control_nets import controls_of
 from ..describe.foreign_code import why_replaced
-from ..describe.local_devices import comfy_setup
+from ..describe.host import announce_refusals, comfy_setup
 from ..describe.model import DescribedModel, describe_model, unwrap_sampler, uses_network
+from ..describe.model_files import controls_of
 from ..describe.model_patches import WRAPPER_KEY
-from ..describe.refused_event import announce_refusals
 from ..describe.sampling_job import (
     FULL_RUN_OPTIONS,
     OuterSample,

@@ -24,8 +24,7 @@ from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.loading.packs import unusable
 from ...parallel_runtime.planning.work_shares import work_percent
 from ...parallel_runtime.request import ParallelRequest
-from ..describe.local_devices import comfy_setup, plan_without_model, visible_gpus
-from ..describe.refused_event import refusal_json
+from ..describe.host import comfy_setup, plan_without_model, refusal_json, visible_gpus
 from .status_events import full_status_json
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from ...parallel_runtime.commands.migrate import REPLACEMENTS
 from ...parallel_runtime.errors import Refused
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.request import ParallelRequest
-from ..describe.local_devices import comfy_setup, last_used, plan_without_model
+from ..describe.host import comfy_setup, last_used, plan_without_model
 from .settings import refresh, request_from
 
 log = logging.getLogger(__name__)

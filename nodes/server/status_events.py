@@ -22,7 +22,7 @@ from ...parallel_runtime.group.group_status import RankStatus, Status
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.planning.stage_blocks import blocks_of_rank
 from ...parallel_runtime.specs import Parallelism
-from ..describe.local_devices import gpus_json, visible_gpus
+from ..describe.host import gpus_json, visible_gpus
 from .settings import PACKAGES, refresh
 
 EVENT = "cp.status"

@@ -29,7 +29,7 @@ from comfy.model_patcher import ModelPatcher  # isort: skip
 from comfy_extras.nodes_hypernetwork import load_hypernetwork_patch  # isort: skip
 from comfy_extras.nodes_tomesd import TomePatchModel  # isort: skip
 
-code, workers = (node_module(name) for name in ("describe.describer", "describe.local_devices"))
+code, workers = (node_module(name) for name in ("describe.model_files", "describe.host"))
 specs, errors = pack_module("parallel_runtime.specs"), pack_module("parallel_runtime.errors")
 architecture_of = pack_module("parallel_runtime.architectures").architecture_of
 network_stats = pack_module("parallel_runtime.planning.network_stats")
@@ -199,7 +199,7 @@ def too_large(rank: int, world: int, what: str) -> str:
             model.register_parameter(name, torch.nn.Parameter(weight, requires_grad=False))
         patcher = ModelPatcher(model, cpu, cpu)
         patcher.add_patches(patcher.get_key_patches(), 0.3, 0.7)
-        node_module("describe.model").describe_weight_patches(patcher, node_module("describe.describer").describer())
+        node_module("describe.model").describe_weight_patches(patcher, node_module("describe.model_files").describer())
     except errors.Refused as refused:
         return f"{refused.code}: {refused}"
     return ""

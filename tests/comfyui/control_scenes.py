@@ -16,7 +16,7 @@ from comfy.sd import VAE, load_vae_patcher  # isort: skip
 
 from ..zoo import vaes  # isort: skip
 
-describe, errors = node_module("describe.describer"), pack_module("parallel_runtime.errors")
+describe, errors = node_module("describe.model_files"), pack_module("parallel_runtime.errors")
 files = node_module("describe.model_files")
 control_division = pack_module("parallel_runtime.worker.comfy_loop.control_division")
 mesh = pack_module("parallel_runtime.engine.comm.mesh")

@@ -19,8 +19,8 @@ from ..zoo import fun_control_like, later, sparse_like  # isort: skip
 from ..zoo.calls import CASES  # isort: skip
 from .control_scenes import tiny_vae  # isort: skip
 
-remote, describer = node_module("remote.remote_model"), node_module("describe.describer")
-patches, kernels = node_module("describe.model_patches"), node_module("describe.kernels")
+remote, describer = node_module("remote.remote_model"), node_module("describe.model_files")
+patches = node_module("describe.model_patches")
 block_patches = pack_module("parallel_runtime.architectures.block_patches")
 codec = pack_module("parallel_runtime.loading.object_codec")
 code_names = pack_module("parallel_runtime.loading.code_names")
@@ -112,7 +112,7 @@ def sparse_options(rank: int, world: int, of_blocks: bool, previous: str) -> dic
         "sparse": not torch.equal(one, dense),
         "anew": state.installed == set() and state.vsa_plans == {},
         "undivided": parts.names_network,
-        "no ring": kernels.without_lse(model, request),
+        "no ring": patches.without_lse(model, request),
     }
 
 

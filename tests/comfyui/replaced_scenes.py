@@ -30,7 +30,7 @@ import folder_paths  # isort: skip
 import torch  # isort: skip
 
 OUTER_SAMPLE = comfy.patcher_extension.WrappersMP.OUTER_SAMPLE
-coupling, describing = node_module("describe.batch_coupling"), node_module("describe.describer")
+coupling, describing = node_module("describe.batch_coupling"), node_module("describe.model_files")
 foreign, model_patches = node_module("describe.foreign_code"), node_module("describe.model_patches")
 packs, replacing = (pack_module(f"parallel_runtime.loading.{name}") for name in ("packs", "replaced_code"))
 FILE = "/somewhere/custom_nodes/a_pack/nodes.py"

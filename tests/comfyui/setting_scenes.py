@@ -15,7 +15,7 @@ from ..groups import Stop
 from .pack import node_module, pack_module
 
 settings, routes = node_module("server.settings"), node_module("server.routes")
-local, vae = node_module("describe.local_devices"), node_module("remote.remote_vae")
+local, vae = node_module("describe.host"), node_module("remote.remote_vae")
 runtime = pack_module("parallel_runtime.group.runtime").runtime
 Placement = pack_module("parallel_runtime.specs").Placement
 

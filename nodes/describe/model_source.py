@@ -1,30 +1,45 @@
-"""Compares a MODEL's network with the one that its file gives: nodes may have changed it in place.
+"""Where a MODEL comes from: whether its network is what its file gives, since nodes may have changed it in place; and,
+where it names no file, the node that has made it.
 
 The file is loaded once more, as CP Load Diffusion Model does it, when a MODEL is first seen: its weights stay views of
 the mapped file, of which samples are read. Plain values that differ are sent; all else that differs is refused.
+
+torch tells us of each network that is put into a model, and ComfyUI which node of which prompt runs at that moment.
+Workers call that node with the same inputs.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import comfy.ops
+import folder_paths
 import torch
 from comfy.model_base import BaseModel
 from comfy.model_patcher import ModelPatcher
+from comfy_execution.graph import NodeNotFoundError
+from comfy_execution.graph_utils import is_link
+from comfy_execution.progress import get_progress_state
+from comfy_execution.utils import get_executing_context
+from nodes import NODE_CLASS_MAPPINGS  # type: ignore[attr-defined]  # ComfyUI's module, not our package
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ...parallel_runtime.errors import Refused, quoted
-from ...parallel_runtime.loading.code_names import is_comfyui, qualified_name
-from ...parallel_runtime.loading.fingerprint import sample
+from ...parallel_runtime.loading.code_names import Unsendable, is_comfyui, qualified_name, reference
+from ...parallel_runtime.loading.fingerprint import sample, stat_file
 from ...parallel_runtime.loading.mapped import Mapped
+from ...parallel_runtime.loading.node_loader import network_fingerprint
 from ...parallel_runtime.loading.object_codec import PLAIN
+from ...parallel_runtime.loading.packs import files_of, packs_named
+from ...parallel_runtime.specs import ModelSpec
 from .model_patches import native_model
 
 NETWORK, LATENT_FORMAT = "diffusion_model", "latent_format"
@@ -273,3 +288,65 @@ def _weights(
 def _widened(samples: Tensor) -> Tensor:
     """Returns the same numbers in a dtype that has all operations."""
     return samples.double() if samples.dtype.itemsize > 4 or samples.dtype == torch.int32 else samples.float()
+
+
+@dataclass(frozen=True)
+class NodeCall:
+    """A node of the prompt that ran, with its inputs there, values or links to other nodes, and the network as the node
+    put it into a model."""
+
+    node: str
+    inputs: dict[str, Any]
+    made: dict[str, KnownPart]
+
+
+_calls: MutableMapping[Any, NodeCall] = WeakIdKeyDictionary()  # by ComfyUI's model around the network
+
+
+def note_loaders() -> None:
+    """Has torch tell us of networks from now on."""
+    register_module_module_registration_hook(_note)
+
+
+def _note(owner: nn.Module, name: str, network: nn.Module | None) -> None:
+    is_model = name == NETWORK and isinstance(owner, BaseModel) and "latent_format" in vars(owner)
+    if not is_model or network is None or (running := get_executing_context()) is None:
+        return
+    with suppress(NodeNotFoundError):  # a pack may run a prompt of its own
+        node = get_progress_state().dynprompt.get_node(running.node_id)
+        made = parts_of(owner.latent_format, network)
+        _calls[owner] = NodeCall(node["class_type"], dict(node["inputs"]), made)
+
+
+def note_call(model: BaseModel, node: str, inputs: dict[str, Any]) -> None:
+    """Has workers call this node for the MODEL that it has just made."""
+    _calls[model] = NodeCall(node, inputs, parts_of(model.latent_format, model.diffusion_model))
+
+
+def spec_by_node(model: ModelPatcher) -> ModelSpec:
+    """Returns the call of the node with which workers load this MODEL, and plain attributes that have changed since.
+    Raises Refused, by the node's name, where they cannot call it."""
+    call = _calls.get(model.model)
+    if call is None:
+        raise Refused("model.nameless", kind=qualified_name(type(model)))
+    for name, value in call.inputs.items():
+        if is_link(value):
+            raise Refused("loader.linked", node=call.node, name=name)
+    try:
+        loader = reference(NODE_CLASS_MAPPINGS[call.node], f"the loader {call.node}")
+    except Unsendable as unsendable:
+        raise Refused("loader.foreign", reason=unsendable.sentence) from None
+    folders = {name: list(paths) for name, (paths, *_) in folder_paths.folder_names_and_paths.items()}
+    files = {folder_paths.get_full_path(folder, text) for text in call.inputs.values() if isinstance(text, str)
+             for folder in folders}  # fmt: skip
+    return ModelSpec(
+        loader=loader,
+        arguments=json.dumps(
+            {"inputs": call.inputs, "folders": folders, "pack_files": files_of(packs_named(loader))}, sort_keys=True
+        ),
+        files=tuple(stat_file(path) for path in sorted(filter(None, files))),
+        weight_dtype=str(model.model.get_dtype()).removeprefix("torch."),
+        dynamic_vram=model.is_dynamic(),
+        attributes=changed_since_made(model, call.made, call.node),
+        weights_fingerprint=network_fingerprint(model),
+    )

@@ -1,4 +1,6 @@
-"""The GPUs that ComfyUI sees on this machine, and the ComfyUI that workers import."""
+"""ComfyUI's process: the GPUs that it sees on this machine, the ComfyUI that workers import, and the event cp.refused,
+which tells the page which node was refused, and why, as data (web/refusals.js).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,8 @@ import inspect
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -14,8 +18,13 @@ import comfy.options
 import comfy.samplers
 import comfyui_version
 import torch
+from comfy_execution.graph import NodeNotFoundError
+from comfy_execution.progress import get_progress_state
+from comfy_execution.utils import get_executing_context
+from server import PromptServer
 
 from ...parallel_runtime.accelerators import ACCELERATORS, CUDA
+from ...parallel_runtime.errors import Refused, to_json
 from ...parallel_runtime.group.machine_check import checked_plan
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.planning.device_names import why_one_gpu
@@ -91,3 +100,36 @@ def comfy_setup(*, compiles: bool = False) -> ComfySetup:
         compiles=compiles,
         paths=tuple(os.path.relpath(path, root) for path in added),
     )
+
+
+EVENT = "cp.refused"
+
+
+@contextmanager
+def announce_refusals() -> Iterator[None]:
+    """Sends a refusal that leaves this block, or a function decorated with it, to the page that queued the run."""
+    try:
+        yield
+    except Refused as refused:
+        server, context = PromptServer.instance, get_executing_context()
+        node = _on_canvas(context.node_id) if context is not None else server.last_node_id
+        prompt = context.prompt_id if context is not None else server.last_prompt_id
+        runtime.journal.note(f"[CP] refused: {refused}")
+        runtime.refused(refused.sentence)
+        if server.client_id is not None:  # None: an API prompt of nobody's page
+            event = {"prompt_id": prompt, "node_id": node, "fix": refused.fix, **refusal_json(refused)}
+            server.send_sync(EVENT, event, server.client_id)
+        raise
+
+
+def _on_canvas(node: str) -> str:
+    """Returns the node that the user sees: in a loop of the graph, and wherever one node runs as others, another id."""
+    with suppress(NodeNotFoundError):
+        shown: str = get_progress_state().dynprompt.get_display_node_id(node)
+        return shown
+    return node
+
+
+def refusal_json(refused: Refused) -> dict[str, Any]:
+    """Returns code and values for the user's language, the widget to change, and the sentence in English."""
+    return {**to_json(refused.sentence), "widget": refused.widget, "text": str(refused)}
