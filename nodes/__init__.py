@@ -8,20 +8,22 @@ from comfy_api.latest import ComfyExtension, io
 from server import PromptServer
 
 from ..parallel_runtime.errors import Refused, WorkerLost
-from .classes.cp_clip import CPCLIP
-from .classes.cp_compare import CPCompare
-from .classes.cp_config import CPParallelConfig
-from .classes.cp_demo import CPDemoConditioning, CPDemoDecode, CPDemoModel
-from .classes.cp_loader import CPLoadCLIP, CPLoadDiffusionModel
-from .classes.cp_plan import CPPlan
-from .classes.cp_sampler import CPModel, CPSampler, CPSamplerAdvanced, CPSamplerCustom, CPSamplerCustomBasic
-from .classes.cp_vae import CPVAE
+from .classes.cp_loaders import CPDemoConditioning, CPDemoDecode, CPDemoModel, CPLoadCLIP, CPLoadDiffusionModel
+from .classes.cp_plan import CPCompare, CPPlan
+from .classes.cp_sampler import (
+    CPModel,
+    CPParallelConfig,
+    CPSampler,
+    CPSamplerAdvanced,
+    CPSamplerCustom,
+    CPSamplerCustomBasic,
+)
+from .classes.cp_vae_and_clip import CPCLIP, CPVAE
 from .describe.clip import note_weights
 from .describe.model_files import note_files
 from .describe.model_source import note_loaders
-from .server.routes import add_routes
-from .server.start_ahead import on_prompt, start_with_comfyui
-from .server.status_events import start_publishing, untested
+from .server.routes import add_routes, start_publishing, untested
+from .server.settings import on_prompt, start_with_comfyui
 
 
 class ContextParallelExtension(ComfyExtension):

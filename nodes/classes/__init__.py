@@ -1,1 +1,1 @@
-"""The nodes that users drag: one file a node."""
+"""The nodes that users drag: one file a kind of node."""

@@ -1,4 +1,7 @@
-"""CP Plan: what CP Sampler will do with this model and latent, as text, and the config to do it."""
+"""CP Plan: what CP Sampler will do with this model and latent, as text, and the config to do it.
+
+CP Compare: one step of each sampler natively and on the workers, for scripts; on the page CP Plan does it.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +40,9 @@ from ..remote.comparing import compared_rows, expanded
 from ..remote.lease import dry_run, run_kind
 from ..remote.remote_encoder import explain_encoder
 from ..remote.sampling_run import model_on_workers
+from ..server.routes import untested
 from ..server.settings import request_from
-from ..server.status_events import untested
-from .cp_config import CATEGORY, CPConfig
+from .cp_sampler import CATEGORY, CPConfig
 
 log = logging.getLogger(__name__)
 
@@ -321,3 +324,32 @@ def _sample(model: Any, latent: dict[str, Any], positive: list, request: Paralle
         latent_image=latent,
         denoise=1.0,
     )
+
+
+class CPCompare(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="CPCompare",
+            display_name="CP Compare",
+            category=CATEGORY,
+            description="Takes one step of each sampler of this graph that uses workers, on them and in ComfyUI's "
+            "process, and says how far apart they are. CP Plan's button Compare does the same.",
+            is_dev_only=True,
+            outputs=[io.String.Output(display_name="report", tooltip="What is apart, a line a sampler.")],
+            is_output_node=True,
+            enable_expand=True,
+        )
+
+    @classmethod
+    def fingerprint_inputs(cls, **_: Any) -> float:
+        """A NaN of its own, which no cached result matches."""
+        return float("nan")
+
+    @classmethod
+    @announce_refusals()
+    def execute(cls, compare: bool = True, **compared: Any) -> io.NodeOutput:
+        if not compared:
+            return expanded()
+        report = Report(rows=tuple(compared_rows(compared)))
+        return io.NodeOutput(report.text, ui={"text": (report.text,), "cp_compare": [report.table]})

@@ -1,6 +1,7 @@
 """The CP samplers: ComfyUI's own sampler nodes, called with a MODEL or GUIDER whose sampling runs in the workers.
 
-Each has exactly the native node's sockets and widgets in its order, read off that node, and one optional socket.
+Each has exactly the native node's sockets and widgets in its order, read off that node, and one optional socket: for
+CP Parallel Config, whose widgets are the table of parallel_runtime/request.py.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from comfy_api.latest import io
 from comfy_extras.nodes_custom_sampler import SamplerCustom, SamplerCustomAdvanced
 from nodes import KSampler, KSamplerAdvanced  # type: ignore[attr-defined]  # ComfyUI's module, not our package
 
-from ...parallel_runtime.request import ParallelRequest
+from ...parallel_runtime.request import ParallelRequest, Widget, widgets
 from ..describe.host import announce_refusals
 from ..remote.sampling_run import guider_on_workers, model_described_late, model_on_workers
 from ..server.settings import request_from
-from .cp_config import CATEGORY, CPConfig
 
+CATEGORY = "model/sampling/context parallel"
+CPConfig = io.Custom("CP_CONFIG")
+INPUTS = {bool: io.Boolean, int: io.Int, float: io.Float, str: io.String}
 SEARCH = ["ksampler", "several gpus", "multi gpu", "multiple gpus", "distributed", "parallel", "context parallel"]
 CP_CONFIG_INPUT = CPConfig.Input(
     "cp_config",
@@ -38,6 +41,34 @@ TOOLTIPS = {  # for inputs and outputs to which neither the native node nor KSam
     "output": "The latent after the last step.",
     "denoised_output": "What the model made of the last step, without noise.",
 }
+
+
+class CPParallelConfig(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="CPParallelConfig",
+            display_name="CP Parallel Config",
+            category=CATEGORY,
+            description="How CP Sampler divides one image or video over GPUs. Optional: without it the default devices "
+            "are used.",
+            search_aliases=["multi gpu", "ring attention", "ulysses", "context parallel", "sequence parallel"],
+            inputs=[_widget(widget) for widget in widgets()],
+            outputs=[CPConfig.Output(display_name="cp_config", tooltip="For the CP nodes.")],
+        )
+
+    @classmethod
+    @announce_refusals()
+    def execute(cls, **values: Any) -> io.NodeOutput:
+        return io.NodeOutput(ParallelRequest.of(values))
+
+
+def _widget(widget: Widget) -> io.Input:
+    display = {"optional": not widget.required, "advanced": widget.advanced or None}
+    options = {"default": widget.default, "tooltip": widget.tooltip, **display, **widget.limits}
+    if widget.options:
+        return io.Combo.Input(widget.name, options=list(widget.options), **options)
+    return INPUTS[widget.kind].Input(widget.name, **options)
 
 
 class CPSampler(io.ComfyNode):

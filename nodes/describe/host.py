@@ -36,6 +36,7 @@ from ...parallel_runtime.specs import ComfySetup, Placement
 log = logging.getLogger(__name__)
 
 STARTED_IN = os.getcwd()  # ComfyUI's flags name folders relative to it; packs may change the folder later
+EVENT = "cp.refused"
 
 
 def plan_without_model(request: ParallelRequest, *, guided: bool = False) -> RunPlan:
@@ -100,9 +101,6 @@ def comfy_setup(*, compiles: bool = False) -> ComfySetup:
         compiles=compiles,
         paths=tuple(os.path.relpath(path, root) for path in added),
     )
-
-
-EVENT = "cp.refused"
 
 
 @contextmanager

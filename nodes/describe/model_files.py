@@ -36,6 +36,15 @@ from .vae import NotParallel, describe_whole_vae
 SAFETENSORS = (".safetensors", ".sft")
 FOLDER = "model_patches"
 _files: MutableMapping[Any, SourceFile] = WeakIdKeyDictionary()  # by what clones of a loaded model share
+Conds = Mapping[str, list[dict[str, Any]]]  # a guider's conditions: for each name, such as positive, ComfyUI's dicts
+METHODS = ("pre_run", "get_control", "control_merge", "copy", "cleanup")
+OUTPUTS = ("controlnet_blocks", "controlnet_single_blocks", "control_blocks")  # each of these modules gives a residual
+KINDS = (ControlNet, ControlNetSD35, QwenFunControlNet, ControlLora, T2IAdapter)
+SETTINGS = (  # attributes that nodes and loaders set; all others belong to a run or to the loaded file
+    "strength", "timestep_percent_range", "extra_args", "extra_conds", "strength_type", "global_average_pooling",
+    "compression_ratio", "upscale_algorithm", "concat_mask",
+)  # fmt: skip
+VAE_FIELDS = ("loader", "arguments", "weight_dtype", "kind", "weights_fingerprint")  # of a ModelSpec
 
 
 def note_files() -> None:
@@ -119,17 +128,6 @@ def source_file(loaded: Any) -> SourceFile:
     return file
 
 
-Conds = Mapping[str, list[dict[str, Any]]]  # a guider's conditions: for each name, such as positive, ComfyUI's dicts
-
-METHODS = ("pre_run", "get_control", "control_merge", "copy", "cleanup")
-OUTPUTS = ("controlnet_blocks", "controlnet_single_blocks", "control_blocks")  # each of these modules gives a residual
-KINDS = (ControlNet, ControlNetSD35, QwenFunControlNet, ControlLora, T2IAdapter)
-SETTINGS = (  # attributes that nodes and loaders set; all others belong to a run or to the loaded file
-    "strength", "timestep_percent_range", "extra_args", "extra_conds", "strength_type", "global_average_pooling",
-    "compression_ratio", "upscale_algorithm", "concat_mask",
-)  # fmt: skip
-
-
 def controls_of(conds: Conds) -> list[ControlBase]:
     """Returns all ControlNets of these conditions, each once, with those that they are chained to."""
     return list(dict.fromkeys(control for prompt in conds.values() for cond in prompt for control in _chain(cond)))
@@ -203,9 +201,6 @@ def count_residuals(controls: Iterable[ControlBase], layers: int) -> int:
     and a chain's sums for every layer."""
     outputs = (getattr(network_of(control), name, ()) for control in controls for name in OUTPUTS)
     return sum(map(len, outputs)) + layers * sum(control.previous_controlnet is not None for control in controls)
-
-
-VAE_FIELDS = ("loader", "arguments", "weight_dtype", "kind", "weights_fingerprint")  # of a ModelSpec
 
 
 def describer(model: ModelPatcher | None = None, *, packs: bool = True) -> Describer:

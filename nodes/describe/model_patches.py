@@ -39,6 +39,10 @@ CALLED_CALLBACKS = {  # that ComfyUI calls on a MODEL without weights too, or on
     "on_register_all_hook_patches", "on_inject_model", "on_eject_model", "on_deepclone_multigpu",
     "on_match_multigpu_clones",
 }  # fmt: skip
+FLAGS = (
+    "use_sage_attention", "use_flash_attention", "use_ck_attention", "use_split_cross_attention",
+    "use_quad_cross_attention",
+)  # fmt: skip  # not the one for PyTorch's own: what a ring has is PyTorch's too
 
 
 def describe_options(options: dict[str, Any], describer: Describer) -> Any:
@@ -168,12 +172,6 @@ def _with_function_names(key: str, value: Any) -> str:
 
 def _empty(value: Any) -> bool:
     return value is None or (isinstance(value, dict | list | tuple | set) and not value)
-
-
-FLAGS = (
-    "use_sage_attention", "use_flash_attention", "use_ck_attention", "use_split_cross_attention",
-    "use_quad_cross_attention",
-)  # fmt: skip  # not the one for PyTorch's own: what a ring has is PyTorch's too
 
 
 def without_lse(model: ModelPatcher, request: ParallelRequest) -> str:

@@ -1,8 +1,12 @@
-"""The network of a VAE in the workers: each decode or encode of a tensor is one request to them."""
+"""The network of a VAE in the workers: each decode or encode of a tensor is one request to them. What they refuse of a
+VAE or a CLIP, ComfyUI's own code computes (`InWorkers`).
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -13,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...parallel_runtime.architectures.autoencoders import COMPARED, Tiles
-from ...parallel_runtime.errors import WorkerFailed
+from ...parallel_runtime.errors import Refused, WorkerFailed
 from ...parallel_runtime.group.history import LeasedFor
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.group.shared_output import SharedOutput
@@ -31,6 +35,47 @@ from .comfy_memory import free_model
 from .lease import Lease, lease_workers, progress_bar
 
 log = logging.getLogger(__name__)
+
+
+class InWorkers:
+    """`does` says what it does, by the name of the node that made it."""
+
+    does: str
+
+    def __init__(self) -> None:
+        self._logged: set[str] = set()
+
+    def to_native(self) -> Any:
+        """Returns ComfyUI's own object, for one call."""
+        raise NotImplementedError
+
+    def using_workers(self) -> AbstractContextManager[Any]:
+        """Returns the context of one call."""
+        raise NotImplementedError
+
+    def warn(self, reason: Exception) -> None:
+        """Logs each reason once."""
+        if str(reason) not in self._logged:
+            self._logged.add(str(reason))
+            warn(self.does, reason)
+
+
+def in_workers(owner: type, name: str) -> Callable[..., Any]:
+    """Returns ComfyUI's method of this name, which uses the workers' network, or the native one where they refuse."""
+
+    def method(self: InWorkers, *args: Any, **kwargs: Any) -> Any:
+        try:
+            with self.using_workers():
+                return getattr(owner, name)(self, *args, **kwargs)
+        except (NotParallel, Refused) as reason:
+            self.warn(reason)
+        return getattr(self.to_native(), name)(*args, **kwargs)
+
+    return method
+
+
+def warn(does: str, reason: Exception) -> None:
+    log.warning("[CP] %s in ComfyUI's process: %s", does, reason)
 
 
 class RemoteVAE:

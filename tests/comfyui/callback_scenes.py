@@ -20,7 +20,7 @@ from torch import Tensor  # isort: skip
 
 from .vae_scenes import _cp_vae  # isort: skip
 
-demo, remote, routes = (node_module(name) for name in ("classes.cp_demo", "remote.sampling_run", "server.routes"))
+demo, remote, routes = (node_module(name) for name in ("classes.cp_loaders", "remote.sampling_run", "server.routes"))
 readings = pack_module("parallel_runtime.wire.messages").Readings
 errors, specs = pack_module("parallel_runtime.errors"), pack_module("parallel_runtime.specs")
 runtime = pack_module("parallel_runtime.group.runtime").runtime

@@ -229,7 +229,7 @@ def hooked(rank: int, world: int) -> list[bool]:
 
 def help_pages(rank: int, world: int) -> dict[str, bool]:
     """The page of the troubleshooting for each kind of loss, and whether there is one of this name."""
-    status_of, events = pack_module("parallel_runtime.group.group_status"), node_module("server.status_events")
+    status_of, events = pack_module("parallel_runtime.group.group_status"), node_module("server.routes")
     kinds = ("killed", "exited", "torchrun", "gone", "silent", "raised", "out_of_memory")
     losses = (status_of.Loss(rank=0, kind=kind) for kind in kinds)
     pages = [events.help_page(status_of.Status(state="died", loss=loss)) for loss in losses]
@@ -238,7 +238,7 @@ def help_pages(rank: int, world: int) -> dict[str, bool]:
 
 def gguf_with_a_dtype(rank: int, world: int) -> str:
     """Why CP Load Diffusion Model does not load a .gguf file with this weight_dtype."""
-    loader = node_module("classes.cp_loader")
+    loader = node_module("classes.cp_loaders")
     try:
         loader.load_for_workers("any.gguf", "fp8_e5m2")
     except errors.Refused as refused:

@@ -1,8 +1,11 @@
-"""CP Load Diffusion Model and CP Load CLIP: a MODEL and a CLIP whose weights only the workers read, for every node."""
+"""CP Load Diffusion Model and CP Load CLIP: a MODEL and a CLIP whose weights only the workers read, for every node; and
+three small nodes of the embedded demo model: its MODEL, words to CONDITIONING, LATENT to IMAGE.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import comfy.sd
 import folder_paths
@@ -15,6 +18,7 @@ from nodes import (  # type: ignore[attr-defined]  # ComfyUI's module, not our p
 )
 from safetensors import SafetensorError, safe_open
 
+from ...parallel_runtime.demo import MODEL, words_and_pictures
 from ...parallel_runtime.errors import Refused
 from ...parallel_runtime.loading.mapped import Mapped, calls_loader, load_mapped, with_views
 from ...parallel_runtime.loading.node_loader import load_by_node
@@ -24,8 +28,8 @@ from ..describe.model_files import SAFETENSORS
 from ..describe.model_source import note_call
 from ..remote.sampling_run import sampled_on_workers
 from ..server.settings import request_from
-from .cp_clip import encoding_request, parallel_clip
-from .cp_config import CATEGORY, CPConfig
+from .cp_sampler import CATEGORY, CPConfig
+from .cp_vae_and_clip import encoding_request, parallel_clip
 
 GGUF_NODE = "UnetLoaderGGUF"
 NONE = "none"
@@ -163,3 +167,61 @@ def _gguf_files() -> list[str]:
     """Returns the names of .gguf files; none where ComfyUI-GGUF is not installed."""
     installed = GGUF_NODE in NODE_CLASS_MAPPINGS and "unet_gguf" in folder_paths.folder_names_and_paths
     return folder_paths.get_filename_list("unet_gguf") if installed else []
+
+
+class CPDemoModel(io.ComfyNode):
+    """Loads the embedded model, which ComfyUI does not list: a workflow could choose it by accident."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="CPDemoModel",
+            display_name="CP Demo Model",
+            category=f"{CATEGORY}/demo",
+            description="The small model that comes with this pack: 128 x 128 pixels, drawn shapes, no download.",
+            inputs=[],
+            outputs=[io.Model.Output(tooltip="For every sampler, with CP Demo Conditioning and CP Demo Decode.")],
+        )
+
+    @classmethod
+    def execute(cls) -> io.NodeOutput:
+        return io.NodeOutput(comfy.sd.load_diffusion_model(str(MODEL)))
+
+
+class CPDemoConditioning(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="CPDemoConditioning",
+            display_name="CP Demo Conditioning",
+            category=f"{CATEGORY}/demo",
+            description="Words that the embedded demo model knows, such as: a red circle on a white background.",
+            inputs=[
+                io.String.Input(
+                    "text", default="a red circle", multiline=True, tooltip="What to draw: size, colour, shape, where."
+                )
+            ],
+            outputs=[io.Conditioning.Output(tooltip="For the demo model only.")],
+        )
+
+    @classmethod
+    def execute(cls, text: str) -> io.NodeOutput:
+        cross_attn, pooled = words_and_pictures.encode(text)
+        return io.NodeOutput([[cross_attn, {"pooled_output": pooled}]])
+
+
+class CPDemoDecode(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="CPDemoDecode",
+            display_name="CP Demo Decode",
+            category=f"{CATEGORY}/demo",
+            description="Turns the embedded demo model's LATENT into an IMAGE.",
+            inputs=[io.Latent.Input("samples", tooltip="A latent of the demo model.")],
+            outputs=[io.Image.Output(tooltip="The picture.")],
+        )
+
+    @classmethod
+    def execute(cls, samples: dict[str, Any]) -> io.NodeOutput:
+        return io.NodeOutput(words_and_pictures.decode(samples["samples"]))
