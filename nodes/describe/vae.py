@@ -14,7 +14,7 @@ import comfy.sd
 from ...parallel_runtime.architectures.autoencoders import COMPARED, WHOLE, kind_of, name_of
 from ...parallel_runtime.errors import Refused, say
 from ...parallel_runtime.explain.plan_report import share_cores
-from ...parallel_runtime.explain.vae_decode import Decode, decode_line
+from ...parallel_runtime.explain.plan_words import Decode, decode_line
 from ...parallel_runtime.loading.code_names import reference
 from ...parallel_runtime.loading.fingerprint import model_fingerprint
 from ...parallel_runtime.planning.device_profile import DeviceProfile

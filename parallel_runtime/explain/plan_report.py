@@ -25,8 +25,7 @@ from ..planning.seconds import attention_bytes, evaluation_seconds
 from ..planning.stage_blocks import StageBlocks, busy_share, cached_key_value_bytes, stages_of, weight_ranges
 from ..request import ParallelRequest
 from ..specs import Parallelism, Placement, WeightPlacement
-from .plan_picture import Part, parts
-from .plan_words import idle, memory, shares_in_words, unused, weights, why_replicated
+from .plan_words import Part, idle, memory, parts, shares_in_words, unused, weights, why_replicated
 
 Kind = Literal["model", "row", "note", "trouble", "text"]
 

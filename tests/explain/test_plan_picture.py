@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from parallel_runtime.explain.plan_picture import parts
+from parallel_runtime.explain.plan_words import parts
 from parallel_runtime.planning.run_plan import RunPlan
 from parallel_runtime.specs import Parallelism, Placement, WeightPlacement
 

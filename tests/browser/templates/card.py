@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from html import escape
 from math import sin
 
-from parallel_runtime.explain.plan_picture import Part
+from parallel_runtime.explain.plan_words import Part
 
 from .graph import Template
 from .scene import Scene

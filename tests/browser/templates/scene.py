@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from parallel_runtime.architectures.row_plan import RowLevel
-from parallel_runtime.explain.plan_picture import Part, parts
+from parallel_runtime.explain.plan_words import Part, parts
 from parallel_runtime.planning.candidates import default_plan
 from parallel_runtime.planning.network_stats import NetworkStats
 from parallel_runtime.planning.plan_inputs import PlanInputs
