@@ -20,8 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from ...parallel_runtime.demo import MODEL, words_and_pictures
 from ...parallel_runtime.errors import Refused
-from ...parallel_runtime.loading.mapped import Mapped, calls_loader, load_mapped, with_views
-from ...parallel_runtime.loading.node_loader import load_by_node
+from ...parallel_runtime.loading.mapped import Mapped, calls_loader, load_by_node, load_mapped, with_views
 from ...parallel_runtime.request import ParallelRequest
 from ..describe.host import announce_refusals
 from ..describe.model_files import SAFETENSORS

@@ -19,8 +19,7 @@ from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.jobs import Described
 from ...parallel_runtime.loading.code_names import is_comfyui, qualified_name, reference
 from ...parallel_runtime.loading.fingerprint import stat_file, structure_fingerprint
-from ...parallel_runtime.loading.mapped import Mapped, has_dynamic_vram
-from ...parallel_runtime.loading.node_loader import network_fingerprint
+from ...parallel_runtime.loading.mapped import Mapped, has_dynamic_vram, network_fingerprint
 from ...parallel_runtime.loading.replaced_code import MERGES
 from ...parallel_runtime.specs import ModelSpec, SourceFile
 from .foreign_code import changes_of, check_code, foreign_layers

@@ -33,12 +33,17 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...parallel_runtime.errors import Refused, quoted
-from ...parallel_runtime.loading.code_names import Unsendable, is_comfyui, qualified_name, reference
+from ...parallel_runtime.loading.code_names import (
+    Unsendable,
+    files_of,
+    is_comfyui,
+    packs_named,
+    qualified_name,
+    reference,
+)
 from ...parallel_runtime.loading.fingerprint import sample, stat_file
-from ...parallel_runtime.loading.mapped import Mapped
-from ...parallel_runtime.loading.node_loader import network_fingerprint
+from ...parallel_runtime.loading.mapped import Mapped, network_fingerprint
 from ...parallel_runtime.loading.object_codec import PLAIN
-from ...parallel_runtime.loading.packs import files_of, packs_named
 from ...parallel_runtime.specs import ModelSpec
 from .model_patches import native_model
 

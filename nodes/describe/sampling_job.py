@@ -18,11 +18,20 @@ from ...parallel_runtime.architectures.split_plan import SplitLike
 from ...parallel_runtime.errors import Refused
 from ...parallel_runtime.group.payload_cache import check_size
 from ...parallel_runtime.jobs import TWO_MODEL_GUIDERS, SamplingJob
-from ...parallel_runtime.loading.code_names import Unsendable, home_of, is_of_a_pack, qualified_name, reference
+from ...parallel_runtime.loading.code_names import (
+    Unsendable,
+    files_of,
+    home_of,
+    in_import_order,
+    is_of_a_pack,
+    pack_reference,
+    packs_named,
+    qualified_name,
+    reference,
+    unusable,
+)
 from ...parallel_runtime.loading.object_codec import Describer, rebuild
-from ...parallel_runtime.loading.pack_globals import globals_of, reached, set_globals
-from ...parallel_runtime.loading.pack_states import objects_of, short, state, unequal
-from ...parallel_runtime.loading.packs import files_of, in_import_order, pack_reference, packs_named, unusable
+from ...parallel_runtime.loading.pack_states import globals_of, objects_of, reached, set_globals, short, state, unequal
 from ...parallel_runtime.loading.random_states import generator_kind, random_states
 from ...parallel_runtime.loading.replaced_code import replaced_in_loop
 from .batch_coupling import couples_by_masks, couples_evaluations, is_batch_coupled

@@ -26,9 +26,16 @@ from ...parallel_runtime.errors import Refused, WorkerLost, say
 from ...parallel_runtime.group.machine_check import checked_plan
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.jobs import TWO_MODEL_GUIDERS, SamplingJob
-from ...parallel_runtime.loading.code_names import Unsendable, qualified_name, reference
+from ...parallel_runtime.loading.code_names import (
+    Unsendable,
+    note_failed_import,
+    packs_named,
+    proven,
+    qualified_name,
+    reference,
+    unusable,
+)
 from ...parallel_runtime.loading.pack_states import note_unequal
-from ...parallel_runtime.loading.packs import note_failed_import, packs_named, proven, unusable
 from ...parallel_runtime.loading.random_states import set_random_states
 from ...parallel_runtime.planning.request_checks import LEAST_STEPS
 from ...parallel_runtime.request import ParallelRequest

@@ -33,7 +33,7 @@ def main(comfyui: str, seconds: str, *flags: str) -> None:
     lines = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what ComfyUI prints is none of them
     import_comfyui(ComfySetup(root=comfyui, flags=flags, folder=os.getcwd()), torch.device("cpu"))
-    packs = importlib.import_module("..loading.packs", __package__)  # it needs ComfyUI
+    packs = importlib.import_module("..loading.code_names", __package__)  # it needs ComfyUI
     packs.prepare_imports()
     for path in packs.installed():
         made = {"pack": os.path.basename(path), "path": path, **tried(packs, path, float(seconds))}

@@ -21,10 +21,9 @@ from torch import Tensor, nn
 
 from ..errors import Refused
 from ..jobs import Described
-from .code_names import Unsendable, is_of_a_pack, qualified_name
+from .code_names import Unsendable, is_of_a_pack, packs_named, qualified_name
 from .kinds import KINDS, attributes_of, set_attributes
 from .model_kinds import Node
-from .packs import packs_named
 
 PLAIN = bool | int | float | str | None
 RETURNED = ("list", "deque", "set", "dict", "object", "namespace")  # kinds of values that code of a pack may change

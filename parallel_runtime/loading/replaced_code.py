@@ -22,8 +22,7 @@ import torch
 from torch import nn
 
 from ..errors import Refused, Sentence, say
-from . import packs
-from .code_names import home_of, is_comfyui, qualified_name
+from .code_names import home_of, is_comfyui, name_of_pack, pack_reference, packs_named, qualified_name, unusable
 from .fingerprint import code_fingerprint, fingerprint
 
 CUSTOM_NODES = f"{os.sep}custom_nodes{os.sep}"
@@ -56,14 +55,14 @@ class Replaced:
     @functools.cached_property
     def packs(self) -> list[str]:
         """PACK@FINGERPRINT of each whose files the code is from."""
-        return list(dict.fromkeys(pack for module, _ in _parts(self.code, set()) for pack in packs.packs_named(module)))
+        return list(dict.fromkeys(pack for module, _ in _parts(self.code, set()) for pack in packs_named(module)))
 
     @property
     def why_unsendable(self) -> Sentence | None:
         """Says why workers cannot have this code, None where they can."""
         names = {"name": self.name, "code": self.by}
         try:
-            reason = next((packs.unusable[pack] for pack in self.packs if pack in packs.unusable), "")
+            reason = next((unusable[pack] for pack in self.packs if pack in unusable), "")
         except Refused as changed:
             reason = changed.sentence
         if reason:
@@ -89,7 +88,7 @@ def check_replaced(wanted: dict[str, list[str]], found: list[Replaced]) -> None:
     here = {one.name: one for one in found}
     for name in sorted(wanted.keys() | here.keys()):
         if name not in here or name not in wanted or wanted[name][0] != here[name].fingerprint:
-            pack = packs.name_of_pack(home_of(here[name].code)) if name in here else wanted[name][1]
+            pack = name_of_pack(home_of(here[name].code)) if name in here else wanted[name][1]
             raise Refused("pack.replaces", pack=pack.partition("@")[0], name=name)
 
 
@@ -159,7 +158,7 @@ def _parts(value: Any, seen: set[int]) -> Iterator[tuple[str, str]]:
 
 
 def _module(value: Any) -> str:
-    return packs.pack_reference(home_of(value)) or ""
+    return pack_reference(home_of(value)) or ""
 
 
 def _chosen_attention() -> Any:

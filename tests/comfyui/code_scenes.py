@@ -34,7 +34,7 @@ specs, errors = pack_module("parallel_runtime.specs"), pack_module("parallel_run
 architecture_of = pack_module("parallel_runtime.architectures").architecture_of
 network_stats = pack_module("parallel_runtime.planning.network_stats")
 messages = pack_module("parallel_runtime.wire.messages")
-codec, packs = pack_module("parallel_runtime.loading.object_codec"), pack_module("parallel_runtime.loading.packs")
+codec, packs = pack_module("parallel_runtime.loading.object_codec"), pack_module("parallel_runtime.loading.code_names")
 
 
 def made_again(rank: int, world: int, **changed: str) -> str:

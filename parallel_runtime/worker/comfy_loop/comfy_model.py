@@ -28,11 +28,9 @@ from ...engine.graph_runner import Unrecordable
 from ...engine.prefetch import RankPlacement
 from ...errors import Refused
 from ...jobs import Described, Job
-from ...loading.code_names import named
-from ...loading.mapped import load_mapped
-from ...loading.node_loader import load_same
+from ...loading.code_names import asked, import_pack, named, packs_named
+from ...loading.mapped import load_mapped, load_same
 from ...loading.object_codec import rebuild
-from ...loading.packs import asked, import_pack, packs_named
 from ...loading.replaced_code import check_replaced, replaced_code
 from ...specs import Compilation, ModelSpec, Parallelism
 from ..models import Model

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from ...errors import Refused, quoted
 from ...jobs import MAX_CACHED_CONDS, Described, EvaluationJob, is_outer_method
-from ...loading import packs
+from ...loading import code_names
 from ...loading.object_codec import rebuild
 from ..progress import Progress
 from .comfy_model import ComfyModel
@@ -23,7 +23,7 @@ FORWARDS = ("forward", "_forward")  # ComfyUI's process may have done what `forw
 
 def evaluate(model: ComfyModel, job: EvaluationJob, progress: Progress) -> dict[str, Any]:
     """Returns {"out": what the network gives: a tensor [B, C_out, (T,) H, W], or several in a list}."""
-    if packs.asked and job.cond_arguments is not None:  # once a run; an earlier job's packs may have replaced code
+    if code_names.asked and job.cond_arguments is not None:  # once a run; an earlier job's packs may have replaced code
         model.check_replaced({}, loop=False)
     patcher, device = model.clone(job.weight_patches, progress.loading), model.device
     options: dict[str, Any] | None = None

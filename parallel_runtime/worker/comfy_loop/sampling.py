@@ -27,11 +27,9 @@ from ...engine.comm.mesh import MeshDim
 from ...engine.split.streams import PipeFusion
 from ...errors import Refused
 from ...jobs import TWO_MODEL_GUIDERS, SamplingJob
-from ...loading.code_names import named
+from ...loading.code_names import named, packs_named
 from ...loading.object_codec import Rebuilder, described_plainly
-from ...loading.pack_globals import changed_globals, set_globals
-from ...loading.pack_states import changed_states, check_states, set_objects
-from ...loading.packs import packs_named
+from ...loading.pack_states import changed_globals, changed_states, check_states, set_globals, set_objects
 from ...loading.random_states import random_states, set_random_states
 from ..batch_groups import SamplerNoise, all_gather, entry_by_entry, local_items
 from ..progress import Progress
