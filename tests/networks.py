@@ -27,7 +27,7 @@ from parallel_runtime.architectures import architecture_of
 from parallel_runtime.commands.report_measuring import randomized
 from parallel_runtime.engine.comm.mesh import ContextMesh, build_mesh
 from parallel_runtime.specs import ComfySetup, ModelSpec, Parallelism
-from parallel_runtime.worker.comfy_loop.comfyui import import_comfyui
+from parallel_runtime.worker.comfy_loop import import_comfyui
 from parallel_runtime.worker.models import Model
 
 from .bench.report.measuring import Case, Measurement, Setting

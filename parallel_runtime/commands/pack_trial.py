@@ -20,7 +20,7 @@ import torch
 
 from ..errors import Refused
 from ..specs import ComfySetup
-from ..worker.comfy_loop.comfyui import import_comfyui
+from ..worker.comfy_loop import import_comfyui
 
 COMFYUI = ("comfy", "comfy_extras", "comfy_execution", "comfy_api", "nodes", "execution", "folder_paths")
 TORCH = ("torch.nn", "torch.functional")

@@ -36,7 +36,7 @@ from ..group.worker_group import WorkerGroup
 from ..jobs import EvaluationJob
 from ..loading.fingerprint import stat_file
 from ..specs import ComfySetup, ModelSpec, Parallelism, Placement
-from ..worker.comfy_loop.comfyui import import_comfyui
+from ..worker.comfy_loop import import_comfyui
 from .report_workflow import read
 
 Measurement = dict[str, Any]  # by the names of COLUMNS, and "failed": why there is no more to tell

@@ -15,7 +15,7 @@ import torch
 from ..accelerators import version_of
 from ..errors import Refused
 from ..specs import ComfySetup
-from ..worker.comfy_loop.comfyui import import_comfyui
+from ..worker.comfy_loop import import_comfyui
 
 log = logging.getLogger(__name__)
 

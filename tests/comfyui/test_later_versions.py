@@ -36,7 +36,7 @@ else:
 FLAGS = """
 import json, sys, torch
 from parallel_runtime.specs import ComfySetup
-from parallel_runtime.worker.comfy_loop.comfyui import import_comfyui
+from parallel_runtime.worker.comfy_loop import import_comfyui
 import_comfyui(ComfySetup(root=sys.argv[1], flags=tuple(sys.argv[2:])), torch.device("cpu"))
 print(json.dumps(sys.argv))
 """
@@ -52,7 +52,7 @@ GPU_FLAGS = """
 import json, sys, torch
 sys.path.insert(0, sys.argv[1])
 from parallel_runtime.specs import ComfySetup
-from parallel_runtime.worker.comfy_loop.comfyui import _flags
+from parallel_runtime.worker.comfy_loop import _flags
 print(json.dumps(_flags(ComfySetup(root=sys.argv[1], flags=tuple(sys.argv[2:])), torch.device("cuda"))))
 """
 

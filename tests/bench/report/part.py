@@ -28,7 +28,7 @@ import torch.distributed as dist
 from parallel_runtime.accelerators import environment
 from parallel_runtime.engine.comm.ranks import ONE_CARD, empty_cache, join, rank
 from parallel_runtime.worker.agent import die_with_parent
-from parallel_runtime.worker.comfy_loop.comfyui import import_comfyui
+from parallel_runtime.worker.comfy_loop import import_comfyui
 
 from .measuring import REMAINING_CASES, Measurement, Setting, measurement_of, unbroken
 
