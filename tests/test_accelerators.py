@@ -15,7 +15,7 @@ from parallel_runtime.group.machine_check import checked_plan
 from parallel_runtime.group.torchrun import Rendezvous, environment
 from parallel_runtime.planning.candidates import default_plan
 from parallel_runtime.planning.network_stats import NetworkStats
-from parallel_runtime.planning.plan_inputs import PlanInputs
+from parallel_runtime.planning.run_plan import PlanInputs
 from parallel_runtime.request import EngineOptions, ParallelRequest, widgets
 
 choice = pytest.importorskip("parallel_runtime.engine.attention.dispatch")

@@ -17,9 +17,8 @@ import pytest
 from parallel_runtime.errors import Refused
 from parallel_runtime.group import endpoint
 from parallel_runtime.planning.candidates import default_plan
-from parallel_runtime.planning.device_names import parse_devices
 from parallel_runtime.planning.network_stats import NetworkStats
-from parallel_runtime.planning.plan_inputs import PlanInputs
+from parallel_runtime.planning.run_plan import PlanInputs, parse_devices
 from parallel_runtime.planning.work_shares import requested_shares
 from parallel_runtime.request import EngineOptions, ParallelRequest, Widget, widgets
 from parallel_runtime.specs import DEGREES, ModelSpec, WeightPlacement
@@ -192,7 +191,7 @@ ROW = """    eagerness: int = widget({place}, 0, "A new option.", limits={{"min"
 NEW_OPTION = """
 from parallel_runtime.planning.candidates import default_plan
 from parallel_runtime.planning.network_stats import NetworkStats
-from parallel_runtime.planning.plan_inputs import PlanInputs
+from parallel_runtime.planning.run_plan import PlanInputs
 from parallel_runtime.request import ParallelRequest, widgets
 from parallel_runtime.specs import DEGREES, ModelSpec, WeightPlacement
 from parallel_runtime.wire.messages import Run, decode, encode

@@ -27,9 +27,7 @@ from ...parallel_runtime.accelerators import ACCELERATORS, CUDA
 from ...parallel_runtime.errors import Refused, to_json
 from ...parallel_runtime.group.machine_check import checked_plan
 from ...parallel_runtime.group.runtime import runtime
-from ...parallel_runtime.planning.device_names import why_one_gpu
-from ...parallel_runtime.planning.plan_inputs import PlanInputs
-from ...parallel_runtime.planning.run_plan import RunPlan
+from ...parallel_runtime.planning.run_plan import PlanInputs, RunPlan, why_one_gpu
 from ...parallel_runtime.request import ParallelRequest
 from ...parallel_runtime.specs import ComfySetup, Placement
 

@@ -41,8 +41,8 @@ from ...parallel_runtime.loading.mapped import Mapped, has_dynamic_vram, load_ma
 from ...parallel_runtime.loading.object_codec import Describer
 from ...parallel_runtime.loading.replaced_code import MERGES
 from ...parallel_runtime.planning.network_stats import NetworkStats, Work
-from ...parallel_runtime.planning.plan_inputs import PlanInputs
 from ...parallel_runtime.planning.request_checks import check_run_in_patches
+from ...parallel_runtime.planning.run_plan import PlanInputs
 from ...parallel_runtime.request import ParallelRequest
 from ...parallel_runtime.specs import ModelSpec, SourceFile
 from .batch_coupling import is_batch_coupled, network_couples_images

@@ -17,7 +17,7 @@ from ...parallel_runtime.explain.plan_report import share_cores
 from ...parallel_runtime.explain.plan_words import Decode, decode_line
 from ...parallel_runtime.loading.code_names import reference
 from ...parallel_runtime.loading.fingerprint import model_fingerprint
-from ...parallel_runtime.planning.device_profile import DeviceProfile
+from ...parallel_runtime.planning.run_plan import DeviceProfile
 from ...parallel_runtime.specs import ModelSpec, Placement
 from .foreign_code import changes_of, foreign_layers
 

@@ -23,9 +23,9 @@ from ...parallel_runtime.errors import ParallelError
 from ...parallel_runtime.group.limits import limits_by_worker
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.group.worker_group import WorkerGroup
-from ...parallel_runtime.planning.encoder_placement import EncoderPlacement
 from ...parallel_runtime.planning.memory_model import Capacity
 from ...parallel_runtime.planning.misfit import GIB
+from ...parallel_runtime.planning.resolve import EncoderPlacement
 from ...parallel_runtime.planning.run_plan import Estimate
 from ...parallel_runtime.request import AfterSampling, ParallelRequest
 from ...parallel_runtime.specs import ModelSpec, Placement, WeightPlacement

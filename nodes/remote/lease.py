@@ -25,9 +25,8 @@ from ...parallel_runtime.jobs import Job
 from ...parallel_runtime.planning.candidates import default_plan
 from ...parallel_runtime.planning.misfit import GIB, Shortage, shortage
 from ...parallel_runtime.planning.network_stats import Work
-from ...parallel_runtime.planning.plan_inputs import PlanInputs
 from ...parallel_runtime.planning.resolve import alternatives, best_plan, resolve, why_unfit
-from ...parallel_runtime.planning.run_plan import Estimate, RunPlan
+from ...parallel_runtime.planning.run_plan import Estimate, PlanInputs, RunPlan
 from ...parallel_runtime.planning.seconds import times_as_fast
 from ...parallel_runtime.planning.work_shares import are_automatic
 from ...parallel_runtime.request import AfterSampling, ParallelRequest

@@ -17,8 +17,8 @@ from ...parallel_runtime.architectures.network_modules import encoder_units
 from ...parallel_runtime.errors import Refused, say
 from ...parallel_runtime.explain.plan_words import text_encoder
 from ...parallel_runtime.jobs import EncoderMethod, EncodingJob
-from ...parallel_runtime.planning.encoder_placement import EncoderPlacement, EncoderSize, place_encoder
 from ...parallel_runtime.planning.memory_model import Capacity
+from ...parallel_runtime.planning.resolve import EncoderPlacement, EncoderSize, place_encoder
 from ...parallel_runtime.planning.run_plan import Estimate, RunPlan
 from ...parallel_runtime.request import ParallelRequest
 from ...parallel_runtime.specs import ModelSpec, Parallelism, Placement

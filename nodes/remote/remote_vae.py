@@ -24,8 +24,7 @@ from ...parallel_runtime.group.shared_output import SharedOutput
 from ...parallel_runtime.group.worker_group import Result
 from ...parallel_runtime.jobs import VAEJob
 from ...parallel_runtime.loading.random_states import random_states, set_random_states
-from ...parallel_runtime.planning.device_names import parse_devices
-from ...parallel_runtime.planning.run_plan import Estimate, RunPlan
+from ...parallel_runtime.planning.run_plan import Estimate, RunPlan, parse_devices
 from ...parallel_runtime.planning.work_shares import requested_shares, shares_within
 from ...parallel_runtime.request import ParallelRequest
 from ...parallel_runtime.specs import ModelSpec, Parallelism, Placement, VAEMethod

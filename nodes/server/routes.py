@@ -31,7 +31,7 @@ from ...parallel_runtime.group.group_status import BUSY, RankStatus, Status
 from ...parallel_runtime.group.journal import LINES
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.loading.code_names import unusable
-from ...parallel_runtime.planning.stage_blocks import blocks_of_rank
+from ...parallel_runtime.planning.network_stats import blocks_of_rank
 from ...parallel_runtime.planning.work_shares import work_percent
 from ...parallel_runtime.request import ParallelRequest
 from ...parallel_runtime.specs import Parallelism

@@ -17,8 +17,7 @@ from ..group.machine_check import checked_plan
 from ..group.worker_group import Result, WorkerGroup
 from ..jobs import DemoJob
 from ..planning.network_stats import NetworkStats
-from ..planning.plan_inputs import PlanInputs
-from ..planning.run_plan import RunPlan
+from ..planning.run_plan import PlanInputs, RunPlan
 from ..request import ParallelRequest
 from ..specs import Parallelism, Placement
 

@@ -12,14 +12,11 @@ from math import ceil, prod
 
 from ..architectures.autoencoders import DIFFUSION, ENGINE, HUNYUAN, KL, LTX, MINIMAX_H3, TileGrid
 from ..errors import Sentence, listed, say
-from ..planning.device_profile import DeviceProfile
-from ..planning.encoder_placement import EncoderPlacement, EncoderSize
 from ..planning.memory_model import Capacity, MemoryModel
 from ..planning.misfit import GIB, size_in_words
-from ..planning.network_stats import NetworkStats, Work
-from ..planning.resolve import MIN_GAIN_TO_SWITCH
-from ..planning.run_plan import Estimate, RunPlan
-from ..planning.stage_blocks import outside_bytes
+from ..planning.network_stats import NetworkStats, Work, outside_bytes
+from ..planning.resolve import MIN_GAIN_TO_SWITCH, EncoderPlacement, EncoderSize
+from ..planning.run_plan import DeviceProfile, Estimate, RunPlan
 from ..planning.work_shares import are_uneven, work_percent
 from ..request import ParallelRequest
 from ..specs import BLOCK_BUFFERS, Parallelism, Placement, WeightPlacement

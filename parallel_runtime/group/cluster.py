@@ -19,7 +19,7 @@ import torch
 from torch.distributed import TCPStore
 
 from ..errors import Cause, ProtocolError, Refused, WorkerStartError, say
-from ..planning.device_names import parse_devices
+from ..planning.run_plan import parse_devices
 from ..specs import ComfySetup, Placement
 from ..wire.channel import TcpChannel, prove, read_key
 from ..wire.messages import Denied, Ended, Invitation, Machine

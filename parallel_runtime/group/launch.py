@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from ..accelerators import ACCELERATORS, Transport
 from ..errors import Sentence, WorkerDied, WorkerStartError, say
-from ..planning.device_profile import DeviceProfile, Speed
+from ..planning.run_plan import DeviceProfile, Speed
 from ..specs import ComfySetup, Placement
 from ..wire.channel import Channel, short_path
 from ..wire.messages import PROTOCOL, Connected, Ended, Failed, Joined, MapOutput, Ready, Welcome

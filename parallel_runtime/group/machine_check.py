@@ -5,8 +5,7 @@ from __future__ import annotations
 from ..accelerators import KERNELS
 from ..errors import Refused
 from ..planning.candidates import default_plan
-from ..planning.plan_inputs import PlanInputs
-from ..planning.run_plan import RunPlan
+from ..planning.run_plan import PlanInputs, RunPlan
 from ..wire.channel import read_key
 from . import endpoint
 

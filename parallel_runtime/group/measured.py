@@ -9,7 +9,7 @@ import os
 from dataclasses import asdict
 from typing import Any
 
-from ..planning.device_profile import DeviceProfile, Speed
+from ..planning.run_plan import DeviceProfile, Speed
 from ..specs import Placement
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from typing import Any
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import ParallelError, Refused, WorkerDied, say
-from ..planning.device_profile import DeviceProfile
+from ..planning.run_plan import DeviceProfile
 from ..specs import ComfySetup, Placement, SourceFile
 from .activity import Activity
 from .endpoint import parse

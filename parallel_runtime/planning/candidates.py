@@ -16,7 +16,6 @@ from functools import cache
 from ..errors import Refused
 from ..specs import DEGREES, Parallelism, Placement, WeightPlacement, WeightsMode
 from .memory_model import FETCHED_MODES, SIMILAR_RATIO, MemoryModel
-from .plan_inputs import PlanInputs
 from .request_checks import (
     check_placement,
     check_request,
@@ -26,7 +25,7 @@ from .request_checks import (
     unused_shares,
     worker_limit,
 )
-from .run_plan import RunPlan
+from .run_plan import PlanInputs, RunPlan
 from .seconds import are_heterogeneous, rotate_method_for, shares_by_speed, single_worker_seconds_by_rank
 from .work_shares import are_uneven, requested_shares, shares_have_no_effect
 

@@ -16,8 +16,7 @@ from functools import cached_property
 
 from ..architectures.architecture import Load, share_out
 from ..specs import BLOCK_BUFFERS, Parallelism, WeightPlacement, WeightsMode
-from .network_stats import Work
-from .stage_blocks import cached_bytes_per_block, cached_key_value_bytes, outside_bytes, staged_weight_bytes
+from .network_stats import Work, cached_bytes_per_block, cached_key_value_bytes, outside_bytes, staged_weight_bytes
 from .work_shares import in_proportion
 
 UNFILLED_SHARE = 0.08  # of the budget stays empty where as many blocks are placed on a device as fit

@@ -15,7 +15,7 @@ from ..errors import Refused, Sentence, say
 from ..specs import Parallelism, Placement
 from ..wire.messages import Readings
 from .memory_model import FETCHED_MODES, MemoryModel
-from .stage_blocks import cached_key_value_bytes
+from .network_stats import cached_key_value_bytes
 
 GIB = 2**30
 

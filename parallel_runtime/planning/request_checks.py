@@ -8,9 +8,8 @@ from ..accelerators import CUDA, KERNELS
 from ..errors import Refused, Sentence, say
 from ..request import ParallelRequest
 from ..specs import DEGREES, Parallelism, Placement
-from .device_names import MAX_CPU_WORKERS, why_one_gpu
 from .network_stats import NetworkStats
-from .plan_inputs import PlanInputs
+from .run_plan import MAX_CPU_WORKERS, PlanInputs, why_one_gpu
 from .work_shares import are_automatic
 
 LEAST_STEPS = 8  # of a run in patches: with fewer too much changes from one to the next

@@ -1,13 +1,29 @@
-"""How a run is divided and among whom, and what that is estimated to need and to take."""
+"""What planning starts from, and what it gives: how a run is divided and among whom, and what that is estimated to need
+and to take.
+
+The inputs are what the user asked for, the network, and what devices measured when their workers met: how fast each
+computes, and how fast they exchange.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+from ..accelerators import CUDA
+from ..errors import Refused, quoted, say
+from ..request import ParallelRequest
 from ..specs import Parallelism, Placement, WeightPlacement
+from .memory_model import UNLIMITED, Capacity, MemoryModel
+from .network_stats import NetworkStats, Work
+from .work_shares import are_automatic
 
 REPLICATED = WeightPlacement()
+MAX_DEVICES = 64
+MAX_DIGITS = 4  # of a GPU's number
+MAX_CPU_WORKERS = max(8, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,3 +95,156 @@ class RunPlan:
     @property
     def sharded(self) -> bool:
         return self.weights.mode == "shard"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """FLOP/s of one worker, of matrix products and in attention; 0 for not measured."""
+
+    products: float
+    attention: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceProfile:
+    """Bytes/s between two workers, FLOP/s of one, bytes/s from main memory to a device while all copy; and the speed of
+    each of the `ranks`, as it was measured."""
+
+    bytes_per_second: float
+    flops_per_second: float
+    host_bytes_per_second: float = 0.0
+    ranks: tuple[Speed, ...] = ()
+
+    def of(self, ranks: Sequence[int]) -> DeviceProfile:
+        """Returns the profile of these ranks; () for all of them."""
+        if not self.ranks or not ranks:
+            return self
+        speeds = tuple(self.ranks[rank] for rank in ranks)
+        return replace(self, ranks=speeds, flops_per_second=min(speed.products for speed in speeds))
+
+
+def parse_devices(text: str, gpus: int, kind: str = CUDA.kind) -> tuple[str, ...]:
+    """Returns the devices that `text` lists, every GPU where it is empty, and () for "the CPU, as often as needed"."""
+    names = [name.strip().lower() for name in text.split(",") if name.strip()]
+    if not names:
+        return tuple(f"{kind}:{index}" for index in range(gpus))
+    if len(names) > MAX_DEVICES:
+        raise Refused("devices.many", "devices", {"devices": ""}, count=len(names), most=MAX_DEVICES)
+    trial = "" if gpus else ",".join(["cpu"] * min(max(2, len(names)), MAX_CPU_WORKERS))
+    devices = tuple(_device(name, gpus, kind, trial) for name in names)
+    if "cpu" in devices and len({device == "cpu" for device in devices}) > 1:
+        known = ",".join(device for device in devices if device != "cpu")
+        raise Refused("devices.mixed", "devices", {"devices": known}, devices=quoted(text), known=known)
+    return devices
+
+
+def why_one_gpu(gpus: int) -> str:
+    """Returns why there is only one GPU, where the environment may hide others; "" where it does not."""
+    chosen = any(argument.startswith("--cuda-device") for argument in sys.argv)
+    if gpus != 1 or chosen or os.environ.get("CUDA_VISIBLE_DEVICES") != "0":
+        return ""
+    return say("gpus.hidden")
+
+
+def _device(name: str, gpus: int, kind: str, trial: str) -> str:
+    """Returns the device of this name. Raises Refused: `trial` are CPU workers in place of all that were named, where
+    there is no GPU."""
+    if name == "cpu":
+        return name
+    fix = {"devices": trial}
+    index = name.removeprefix(f"{kind}:")
+    if not index.isdecimal() or len(index) > MAX_DIGITS:
+        out = say("devices.trial", trial=trial) if trial else say("devices.empty")
+        raise Refused("devices.unknown", "devices", fix, device=quoted(name), kind=kind, out=out)
+    if int(index) >= gpus:
+        if not gpus:
+            raise Refused("devices.missing.all", "devices", fix, index=index, kind=kind.upper(), trial=trial)
+        reason = say("devices.missing", index=index, last=gpus - 1)
+        if why := why_one_gpu(gpus):
+            reason = say("reason.why", reason=reason, why=why)
+        raise Refused(reason.key, "devices", fix, **reason.values)
+    return f"{kind}:{int(index)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanInputs:
+    """`request`, for a `network`, on a host with `gpus` visible GPUs of a `kind`.
+
+    A network without a split plan shares out prompts and images only; to split one by rows of its picture pays
+    for large pictures only. `guided`: positive and negative prompt are both evaluated, by workers of their own unless
+    something sees all prompts and images at once (`batch_coupled`); otherwise the workers of cfg_degree join the
+    sequence, or the entries of the batch.
+
+    The rest is known when a run begins. `profile` and `capacity` are of all devices that the request may use,
+    `profiles` of groups that have met. `live` are the running workers, `shares` those that they have learnt by degrees
+    (without shares), `before` where they have the weights; `keeps_placement`: these stay there. `only` are the workers
+    that a plan is for, None: any. `compared`: fewer devices are candidates even if the user named all.
+    """
+
+    request: ParallelRequest
+    network: NetworkStats = field(default_factory=NetworkStats)
+    gpus: int
+    kind: str = CUDA.kind
+    guided: bool = False
+    batch_coupled: bool = False
+    work: Work | None = None
+    profile: DeviceProfile | None = None
+    profiles: Mapping[Placement, DeviceProfile] = field(default_factory=dict)
+    capacity: Capacity = UNLIMITED
+    live: Placement | None = None
+    shares: Mapping[Parallelism, tuple[int, ...]] = field(default_factory=dict)
+    before: WeightPlacement | None = None
+    keeps_placement: bool = False
+    only: Placement | None = None
+    compared: bool = False
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Returns the devices that the request lists, or all; () for "the CPU, as often as needed". Raises Refused."""
+        return parse_devices(self.request.devices, self.gpus, self.kind)
+
+    def profile_of(self, plan: RunPlan) -> DeviceProfile | None:
+        """Returns what the workers of `plan` measured together, else among those of all devices."""
+        known = self.profiles.get(plan.placement)
+        return known if known is not None or self.profile is None else self.profile.of(plan.ranks)
+
+    def memory_of(self, plan: RunPlan) -> MemoryModel:
+        """Returns the MemoryModel of an evaluation by `plan`."""
+        assert self.work is not None, "memory goes by sizes"
+        capacity = self.capacity.of(plan.ranks)
+        work = replace(self.work, prompts=1) if plan.entries_per_call else self.work
+        automatic = self.request.weights == "auto"
+        return MemoryModel(work=work, degrees=plan.degrees, capacity=capacity, automatic=automatic)
+
+    @property
+    def has_no_ring(self) -> bool:
+        """Must each worker see all keys of its heads? Blocks of a ring cannot be merged, or a pipeline has none."""
+        return bool(self.network.no_lse) or self.request.pipeline_degree > 1
+
+    @property
+    def sequence_degrees_open(self) -> bool:
+        """Does the request leave open how a sequence is split?"""
+        return not self.request.ring_degree and not self.request.ulysses_degree
+
+    @property
+    def is_coupled(self) -> bool:
+        """Does something see all images of a prompt at once, so that groups of workers cannot have some each?"""
+        return self.batch_coupled or self.network.images_coupled
+
+    @property
+    def may_split_prompts(self) -> bool:
+        """May some workers evaluate the positive prompt, and others the negative one?"""
+        return self.guided and not self.batch_coupled and self.request.cfg_degree != 1
+
+    @property
+    def may_leave_devices(self) -> bool:
+        """May a plan do without some of the devices?"""
+        return self.automatic_devices or (bool(self.network.row_levels) and self.sequence_degrees_open)
+
+    @property
+    def automatic_devices(self) -> bool:
+        """Does the request leave open the devices, the degrees and the shares?"""
+        request = self.request
+        named = request.devices.strip(" ,") or request.ring_degree or request.ulysses_degree or request.cfg_degree
+        only_splits = request.data_degree <= 1 and request.pipeline_degree <= 1 and request.nnodes == 1
+        return not named and only_splits and are_automatic(request.shares) and self.network.divisible

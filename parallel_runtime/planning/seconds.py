@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 
 from ..request import RotateMethod
 from ..specs import Parallelism, Placement
-from .device_profile import DeviceProfile, Speed
 from .memory_model import MemoryModel
-from .network_stats import Work
-from .stage_blocks import busy_share
+from .network_stats import Work, busy_share
+from .run_plan import DeviceProfile, Speed
 from .work_shares import in_proportion
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from parallel_runtime.planning.encoder_placement import EncoderPlacement, EncoderSize, place_encoder
 from parallel_runtime.planning.network_stats import NetworkStats
+from parallel_runtime.planning.resolve import EncoderPlacement, EncoderSize, place_encoder
 from parallel_runtime.planning.run_plan import RunPlan
 
 from ..planning.your_gpus import FLUX, FLUX2, GIB, QWEN, Job, Machine, plan

@@ -7,10 +7,8 @@ from typing import Any
 
 from parallel_runtime.explain.plan_report import Report, Subject
 from parallel_runtime.explain.plan_report import report as plan_report
-from parallel_runtime.planning.device_profile import DeviceProfile
 from parallel_runtime.planning.memory_model import UNLIMITED, Capacity
-from parallel_runtime.planning.plan_inputs import PlanInputs
-from parallel_runtime.planning.run_plan import RunPlan
+from parallel_runtime.planning.run_plan import DeviceProfile, PlanInputs, RunPlan
 from parallel_runtime.request import ParallelRequest
 
 

@@ -11,9 +11,8 @@ from parallel_runtime.architectures.row_plan import RowLevel
 from parallel_runtime.errors import say
 from parallel_runtime.explain.plan_report import Report, Row, Subject
 from parallel_runtime.group.history import Pace, RunSetup
-from parallel_runtime.planning.device_profile import DeviceProfile
 from parallel_runtime.planning.network_stats import NetworkStats, Work
-from parallel_runtime.planning.run_plan import Estimate, RunPlan
+from parallel_runtime.planning.run_plan import DeviceProfile, Estimate, RunPlan
 from parallel_runtime.request import EngineOptions, widgets
 from parallel_runtime.specs import Parallelism, Placement, WeightPlacement
 

@@ -8,7 +8,7 @@ import pytest
 
 from parallel_runtime.architectures.autoencoders import COMPARED, MINIMAX_H3, TileGrid
 from parallel_runtime.explain.plan_words import COUNTED, Decode, decode_line, decode_seconds
-from parallel_runtime.planning.device_profile import DeviceProfile
+from parallel_runtime.planning.run_plan import DeviceProfile
 
 FAST = DeviceProfile(bytes_per_second=2e10, flops_per_second=6e13)
 WAN_720P = Decode(

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from parallel_runtime.group.measured import Measured
-from parallel_runtime.planning.device_profile import DeviceProfile, Speed
 from parallel_runtime.planning.resolve import ranked
-from parallel_runtime.planning.run_plan import RunPlan
+from parallel_runtime.planning.run_plan import DeviceProfile, RunPlan, Speed
 from parallel_runtime.specs import Placement
 
 from ..bench.plans import MACHINES, WORKS

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from parallel_runtime.planning.device_profile import DeviceProfile
 from parallel_runtime.planning.memory_model import Capacity, MemoryModel
 from parallel_runtime.planning.network_stats import Work
-from parallel_runtime.planning.plan_inputs import PlanInputs
 from parallel_runtime.planning.resolve import resolve
-from parallel_runtime.planning.run_plan import Estimate, RunPlan
+from parallel_runtime.planning.run_plan import DeviceProfile, Estimate, PlanInputs, RunPlan
 from parallel_runtime.request import ParallelRequest, WeightsChoice
 from parallel_runtime.specs import Parallelism, Placement, WeightPlacement
 

@@ -9,12 +9,10 @@ import pytest
 
 from parallel_runtime.architectures.row_plan import RowLevel, sides_to_cut
 from parallel_runtime.planning.candidates import candidates, default_plan
-from parallel_runtime.planning.device_profile import DeviceProfile
 from parallel_runtime.planning.memory_model import Capacity
 from parallel_runtime.planning.network_stats import NetworkStats
-from parallel_runtime.planning.plan_inputs import PlanInputs
 from parallel_runtime.planning.resolve import evaluate, resolve
-from parallel_runtime.planning.run_plan import RunPlan
+from parallel_runtime.planning.run_plan import DeviceProfile, PlanInputs, RunPlan
 from parallel_runtime.request import EngineOptions, ParallelRequest
 
 

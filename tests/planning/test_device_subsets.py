@@ -11,12 +11,10 @@ import pytest
 from parallel_runtime.architectures.architecture import Load
 from parallel_runtime.explain.plan_words import compared
 from parallel_runtime.planning.candidates import default_plan
-from parallel_runtime.planning.device_profile import DeviceProfile, Speed
 from parallel_runtime.planning.memory_model import Capacity
 from parallel_runtime.planning.network_stats import NetworkStats, Work
-from parallel_runtime.planning.plan_inputs import PlanInputs
 from parallel_runtime.planning.resolve import MIN_GAIN_TO_SWITCH, ranked, resolve
-from parallel_runtime.planning.run_plan import RunPlan
+from parallel_runtime.planning.run_plan import DeviceProfile, PlanInputs, RunPlan, Speed
 from parallel_runtime.planning.seconds import single_worker_seconds
 from parallel_runtime.request import ParallelRequest
 from parallel_runtime.specs import Placement

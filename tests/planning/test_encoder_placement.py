@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 from parallel_runtime.errors import Refused
-from parallel_runtime.planning.encoder_placement import EncoderPlacement, EncoderSize, place_encoder
+from parallel_runtime.planning.resolve import EncoderPlacement, EncoderSize, place_encoder
 
 GIB = 1 << 30
 MIB = 1 << 20

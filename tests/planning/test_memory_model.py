@@ -11,7 +11,6 @@ import pytest
 
 from parallel_runtime.errors import Refused
 from parallel_runtime.explain.plan_words import why_replicated
-from parallel_runtime.planning.device_profile import DeviceProfile
 from parallel_runtime.planning.memory_model import (
     ACTIVATION_RESERVE_TENSORS,
     UNFILLED_SHARE,
@@ -22,7 +21,7 @@ from parallel_runtime.planning.memory_model import (
 )
 from parallel_runtime.planning.network_stats import NetworkStats
 from parallel_runtime.planning.resolve import resolve
-from parallel_runtime.planning.run_plan import RunPlan
+from parallel_runtime.planning.run_plan import DeviceProfile, RunPlan
 from parallel_runtime.request import ParallelRequest
 from parallel_runtime.specs import Parallelism, WeightPlacement
 

@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 
 from parallel_runtime.errors import Refused
-from parallel_runtime.planning.device_profile import DeviceProfile
 from parallel_runtime.planning.memory_model import Capacity
 from parallel_runtime.planning.network_stats import NetworkStats
-from parallel_runtime.planning.plan_inputs import PlanInputs
 from parallel_runtime.planning.resolve import ranked
-from parallel_runtime.planning.run_plan import RunPlan
+from parallel_runtime.planning.run_plan import DeviceProfile, PlanInputs, RunPlan
 from parallel_runtime.request import ParallelRequest
 from parallel_runtime.specs import Parallelism, Placement
 

@@ -9,7 +9,6 @@ import pytest
 
 from parallel_runtime.architectures.row_plan import RowLevel
 from parallel_runtime.engine.attention.ring_and_ulysses import MIN_HIDDEN_BYTES
-from parallel_runtime.planning.device_profile import DeviceProfile
 from parallel_runtime.planning.memory_model import (
     ALL_GATHERED_SHARE,
     Capacity,
@@ -17,8 +16,8 @@ from parallel_runtime.planning.memory_model import (
     estimate_activation_bytes,
 )
 from parallel_runtime.planning.network_stats import NetworkStats, Work
-from parallel_runtime.planning.plan_inputs import PlanInputs
 from parallel_runtime.planning.resolve import resolve
+from parallel_runtime.planning.run_plan import DeviceProfile, PlanInputs
 from parallel_runtime.planning.seconds import (
     COST,
     attention_seconds,

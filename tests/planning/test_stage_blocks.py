@@ -10,20 +10,18 @@ from parallel_runtime.architectures.architecture import Load, share_out
 from parallel_runtime.errors import Refused
 from parallel_runtime.explain.plan_report import Subject
 from parallel_runtime.planning.candidates import default_plan
-from parallel_runtime.planning.device_profile import DeviceProfile
 from parallel_runtime.planning.memory_model import Capacity
-from parallel_runtime.planning.network_stats import NetworkStats
-from parallel_runtime.planning.plan_inputs import PlanInputs
-from parallel_runtime.planning.request_checks import check_run_in_patches, check_stages
-from parallel_runtime.planning.resolve import ranked, resolve
-from parallel_runtime.planning.run_plan import RunPlan
-from parallel_runtime.planning.seconds import evaluation_seconds
-from parallel_runtime.planning.stage_blocks import (
+from parallel_runtime.planning.network_stats import (
+    NetworkStats,
     blocks_of_rank,
     cached_key_value_bytes,
     staged_weight_bytes,
     stages_of,
 )
+from parallel_runtime.planning.request_checks import check_run_in_patches, check_stages
+from parallel_runtime.planning.resolve import ranked, resolve
+from parallel_runtime.planning.run_plan import DeviceProfile, PlanInputs, RunPlan
+from parallel_runtime.planning.seconds import evaluation_seconds
 from parallel_runtime.request import ParallelRequest
 from parallel_runtime.specs import Parallelism, Placement
 

@@ -4,8 +4,8 @@ ComfyUI's `calc_cond_batch` predicts all branches of guidance in one call. CFG p
 evaluate its own branches, whatever their prompt lengths and areas, and gathers the other groups' predictions. A step
 cache needs them one by one; PipeFusion reads the noise level there.
 
-Finds what a pack's code puts onto a split network during a run, in place of its methods or modules: it would compute
-with a part of the tokens.
+`Unchanged` finds what a pack's code puts onto a split network meanwhile, in place of its methods or modules: it would
+compute with a part of the tokens.
 """
 
 from __future__ import annotations

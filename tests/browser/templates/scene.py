@@ -10,7 +10,7 @@ from parallel_runtime.architectures.row_plan import RowLevel
 from parallel_runtime.explain.plan_words import Part, parts
 from parallel_runtime.planning.candidates import default_plan
 from parallel_runtime.planning.network_stats import NetworkStats
-from parallel_runtime.planning.plan_inputs import PlanInputs
+from parallel_runtime.planning.run_plan import PlanInputs
 from parallel_runtime.request import ParallelRequest
 
 from .graph import Node, Template
