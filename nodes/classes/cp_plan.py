@@ -23,8 +23,8 @@ from ...parallel_runtime.explain.plan_report import Report, Row, Subject, report
 from ...parallel_runtime.explain.plan_words import unused
 from ...parallel_runtime.explain.remedy import changes, in_words, instead
 from ...parallel_runtime.group.history import Pace, RunSetup
-from ...parallel_runtime.group.machine_check import checked_plan
 from ...parallel_runtime.group.runtime import runtime
+from ...parallel_runtime.group.this_machine import checked_plan
 from ...parallel_runtime.loading.code_names import Unsendable
 from ...parallel_runtime.loading.replaced_code import replaced_in_loop
 from ...parallel_runtime.planning.request_checks import LEAST_STEPS

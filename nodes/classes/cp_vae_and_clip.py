@@ -16,7 +16,7 @@ from comfy_api.latest import io
 from torch.overrides import TorchFunctionMode
 
 from ...parallel_runtime.errors import Refused
-from ...parallel_runtime.group.shared_output import SharedOutput
+from ...parallel_runtime.group.payload_cache import SharedOutput
 from ...parallel_runtime.loading.mapped import has_dynamic_vram
 from ...parallel_runtime.request import ParallelRequest
 from ...parallel_runtime.specs import ModelSpec

@@ -25,8 +25,8 @@ from server import PromptServer
 
 from ...parallel_runtime.accelerators import ACCELERATORS, CUDA
 from ...parallel_runtime.errors import Refused, to_json
-from ...parallel_runtime.group.machine_check import checked_plan
 from ...parallel_runtime.group.runtime import runtime
+from ...parallel_runtime.group.this_machine import checked_plan
 from ...parallel_runtime.planning.run_plan import PlanInputs, RunPlan, why_one_gpu
 from ...parallel_runtime.request import ParallelRequest
 from ...parallel_runtime.specs import ComfySetup, Placement

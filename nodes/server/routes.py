@@ -27,8 +27,7 @@ from server import PromptServer
 from ...parallel_runtime import TESTED, numbers
 from ...parallel_runtime.errors import Refused, say, say_if, to_json
 from ...parallel_runtime.explain.remedy import Change, changes, changes_to, instead
-from ...parallel_runtime.group.group_status import BUSY, RankStatus, Status
-from ...parallel_runtime.group.journal import LINES
+from ...parallel_runtime.group.group_status import BUSY, LINES, RankStatus, Status
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.loading.code_names import unusable
 from ...parallel_runtime.planning.network_stats import blocks_of_rank

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from ..demo import HEADS, spec, words_and_pictures
 from ..demo.words_and_pictures import demo_job
 from ..errors import ParallelError
-from ..group.machine_check import checked_plan
+from ..group.this_machine import checked_plan
 from ..group.worker_group import Result, WorkerGroup
 from ..jobs import DemoJob
 from ..planning.network_stats import NetworkStats

@@ -16,7 +16,7 @@ import torch
 
 from ..errors import ProtocolError, Refused
 from ..group.cluster import versions
-from ..group.endpoint import interface_of, parse
+from ..group.this_machine import interface_of, parse_endpoint
 from ..group.torchrun import Rendezvous, Torchrun
 from ..wire.channel import TOKEN_FILE, TcpChannel, read_key
 from ..wire.messages import Denied, Ended, Invitation, Machine
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     try:
-        parse(options.endpoint)
+        parse_endpoint(options.endpoint)
         key = read_key(options.token_file)
         comfyui = os.path.abspath(options.comfyui) if options.comfyui else ""
         last = ""
@@ -82,7 +82,7 @@ def serve_one_group(endpoint: str, key: str, devices: str = "", comfyui: str = "
 def _run_workers(endpoint: str, key: str, channel: TcpChannel, invitation: Invitation) -> Ended | None:
     """Runs the workers until they end, and returns how; None if ComfyUI ends them. Raises OSError."""
     log.info("[CP] joined: starting %d worker(s)", invitation.workers)
-    host, _ = parse(endpoint)
+    host, _ = parse_endpoint(endpoint)
     meeting = Rendezvous(
         store=f"{host}:{invitation.store}",
         machine=invitation.index,

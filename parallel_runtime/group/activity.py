@@ -12,9 +12,8 @@ from ..errors import ParallelError, Refused, WorkerLost, WorkerStartError, say
 from ..jobs import EncodingJob, EvaluationJob, Job, VAEJob
 from ..specs import ModelSpec, Parallelism, Placement
 from ..wire.messages import Busy, Done, Heartbeat, Joined, Readings, Step
-from .group_status import CONVERTING, RESTING, Loss, RankStatus, Stage, State, Status
+from .group_status import CONVERTING, RESTING, Journal, Loss, RankStatus, Stage, State, Status
 from .history import History, LeasedFor
-from .journal import Journal
 
 LAST_LINES = 6  # printed lines shown of a worker that has ended
 

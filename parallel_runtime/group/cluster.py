@@ -23,7 +23,7 @@ from ..planning.run_plan import parse_devices
 from ..specs import ComfySetup, Placement
 from ..wire.channel import TcpChannel, prove, read_key
 from ..wire.messages import Denied, Ended, Invitation, Machine
-from .endpoint import addresses, interface_of, listen, parse
+from .this_machine import addresses, interface_of, listen, parse_endpoint
 from .torchrun import GRACE_SECONDS, PACKAGE, Rendezvous
 
 END_REPORT_SECONDS = 1.5
@@ -77,7 +77,7 @@ class Cluster:
         self._placement = placement
         key = read_key()
         self._group_token = group_token
-        self._address, port = parse(placement.rdzv_endpoint)
+        self._address, port = parse_endpoint(placement.rdzv_endpoint)
         self._interface = interface_of(self._address)
         self.machines: list[RemoteMachine] = []
         meeting = listen(self._address, 0)

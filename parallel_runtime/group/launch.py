@@ -21,7 +21,7 @@ from ..wire.channel import Channel, short_path
 from ..wire.messages import PROTOCOL, Connected, Ended, Failed, Joined, MapOutput, Ready, Welcome
 from .activity import Activity
 from .cluster import Cluster, RemoteMachine
-from .journal import Journal
+from .group_status import Journal
 from .torchrun import GRACE_SECONDS, Rendezvous, Torchrun
 
 POLL_SECONDS = 0.1

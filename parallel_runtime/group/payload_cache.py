@@ -1,21 +1,29 @@
 """Tracks what the workers of a group have and need not be sent again: weight patches, a VAE's weights, and the
-conditions of an evaluation. A network's own weights are never sent, and a SamplingJob always has its conditions."""
+conditions of an evaluation. A network's own weights are never sent, and a SamplingJob always has its conditions.
+
+What workers give back may be written into a `SharedOutput`, which ComfyUI then uses without a copy.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import mmap
+import os
+import weakref
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..errors import Refused
 from ..jobs import MAX_CACHED_CONDS, EncodingJob, EvaluationJob, Job, SamplingJob, VAEJob
 from ..request import AfterSampling
 from ..specs import ModelSpec
-from ..wire.bundles import LIMIT, too_large
+from ..wire.bundles import LIMIT, empty_bundle, too_large
 
 
 def check_size(value: Any) -> None:
@@ -95,3 +103,21 @@ def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, list | tuple) and type(a) is type(b):
         return len(a) == len(b) and all(map(_equal, a, b))
     return type(a) is type(b) and not torch.is_tensor(a) and bool(a == b)
+
+
+class SharedOutput:
+    """A `tensor` over the memory file `fd`, which is closed with this object. The tensor outlives it. Raises OSError
+    (ENOSPC) without enough memory."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        size = prod(shape) * dtype.itemsize
+        self.fd = empty_bundle(size)
+        weakref.finalize(self, os.close, self.fd)
+        self.tensor = torch.frombuffer(mmap.mmap(self.fd, size), dtype=dtype).view(tuple(shape))
+
+    def offset_of(self, part: Tensor) -> int | None:
+        """Returns the offset of `part` in `tensor`, in elements; None if it is no contiguous part of it."""
+        shared = self.tensor.untyped_storage().data_ptr() == part.untyped_storage().data_ptr()
+        return (
+            int(part.storage_offset()) if shared and part.is_contiguous() and part.dtype == self.tensor.dtype else None
+        )

@@ -1,33 +1,95 @@
 """The one worker group of this process: started when first needed, replaced when it is dead or does not match, ended
-when nobody has used it for long enough."""
+when nobody has used it for long enough.
+
+What devices measured is remembered, also from one start of ComfyUI to the next: the noise of another measurement must
+not change how the same run is split, and with that its rounding.
+"""
 
 from __future__ import annotations
 
 import atexit
+import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import ParallelError, Refused, WorkerDied, say
-from ..planning.run_plan import DeviceProfile
+from ..planning.run_plan import DeviceProfile, Speed
 from ..specs import ComfySetup, Placement, SourceFile
 from .activity import Activity
-from .endpoint import parse
 from .group_status import BUSY, RESTING, Status
 from .launch import POLL_SECONDS
-from .limits import seconds_from
-from .measured import Measured
+from .this_machine import parse_endpoint, seconds_from
 from .worker_group import STALL_SECONDS, WorkerGroup
 
 log = logging.getLogger(__name__)
 
+NOISE = 1.5  # times as fast: two measurements of the same devices differ by less
 CLOSE_SECONDS = 1.0
 IDLE_SECONDS = seconds_from("CP_IDLE_SECONDS", 0)  # 0: an idle group never ends
+
+
+class Measured:
+    """The first DeviceProfile of each placement, until another one differs by more than noise. `path` is the file that
+    keeps them, "" for none."""
+
+    def __init__(self) -> None:
+        self.path = ""
+        self._known: dict[str, DeviceProfile] = {}
+
+    def settled(self, placement: Placement, measured: DeviceProfile) -> DeviceProfile:
+        """Returns the remembered profile if `measured` is like it, else `measured`, which is remembered from now on."""
+        name = f"{placement.nnodes} x {','.join(placement.devices)}"
+        self._known |= self._read()
+        known = self._known.get(name)
+        if known is not None and _are_alike(measured, known):
+            return known
+        self._known[name] = measured
+        if self.path:
+            try:
+                self._write()
+            except OSError as error:
+                log.warning(
+                    "[CP] %s cannot be written (%s): after a restart a run may be split otherwise", self.path, error
+                )
+        return measured
+
+    def _read(self) -> dict[str, DeviceProfile]:
+        """Returns what the file has; nothing where there is none, or one that we have not written."""
+        try:
+            with open(self.path, encoding="utf-8") as file:
+                return {name: _profile(**values) for name, values in json.load(file).items()}
+        except (OSError, ValueError, TypeError, AttributeError):
+            return {}
+
+    def _write(self) -> None:
+        os.makedirs(os.path.dirname(self.path), exist_ok=True)
+        partial = f"{self.path}.{os.getpid()}"
+        with open(partial, "w", encoding="utf-8", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+            json.dump({name: asdict(profile) for name, profile in self._known.items()}, file, indent=1)
+        os.replace(partial, self.path)
+
+
+def _are_alike(one: DeviceProfile, other: DeviceProfile) -> bool:
+    """Are all rates of one within NOISE of the other's?"""
+    both = list(zip(_rates(one), _rates(other), strict=False))
+    return len(one.ranks) == len(other.ranks) and all(max(pair) <= NOISE * min(pair) for pair in both)
+
+
+def _rates(profile: DeviceProfile) -> list[float]:
+    each = [rate for speed in profile.ranks for rate in (speed.products, speed.attention)]
+    return [profile.bytes_per_second, profile.flops_per_second, profile.host_bytes_per_second, *each]
+
+
+def _profile(*, ranks: list[dict[str, float]], **rates: Any) -> DeviceProfile:
+    return DeviceProfile(ranks=tuple(Speed(**speed) for speed in ranks), **rates)
 
 
 class Runtime:
@@ -177,7 +239,9 @@ class Runtime:
         group = self.live
         if group is None or group.placement != placement or group.comfy != comfy or not self._responds(group, watch):
             if placement.nnodes > 1:
-                parse(placement.rdzv_endpoint)  # a name that nobody knows is refused before it costs the live workers
+                parse_endpoint(
+                    placement.rdzv_endpoint
+                )  # a name that nobody knows is refused before it costs the live workers
             self._close()
         if self.group is None:
             machines = f" on each of {placement.nnodes} machines" if placement.nnodes > 1 else ""

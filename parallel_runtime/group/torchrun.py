@@ -25,7 +25,7 @@ from ..accelerators import Transport
 from ..errors import Cause
 from ..wire.channel import KEY
 from ..wire.messages import Ended, decode
-from .journal import Journal
+from .group_status import Journal
 
 PACKAGE = Path(__file__).resolve().parents[1]
 GRACE_SECONDS = 5.0

@@ -19,8 +19,8 @@ from ..wire.messages import Cancel, Done, Measure, Readings, Run
 from .activity import Activity
 from .group_status import BUSY
 from .launch import start_workers
-from .limits import seconds_from
 from .payload_cache import PayloadCache
+from .this_machine import seconds_from
 from .waiting import SilenceLimits, Waiting
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel_runtime.group.measured import Measured
+from parallel_runtime.group.runtime import Measured
 from parallel_runtime.planning.resolve import ranked
 from parallel_runtime.planning.run_plan import DeviceProfile, RunPlan, Speed
 from parallel_runtime.specs import Placement

@@ -24,7 +24,7 @@ from parallel_runtime.errors import Refused, WorkerStartError
 from parallel_runtime.group import cluster
 from parallel_runtime.group import worker_group as group_module
 from parallel_runtime.group.cluster import MAX_UNPROVEN, Cluster, Gate, RemoteMachine, version_mismatches, versions
-from parallel_runtime.group.endpoint import check, interface_of, listen, parse
+from parallel_runtime.group.this_machine import check_endpoint, interface_of, listen, parse_endpoint
 from parallel_runtime.group.worker_group import WorkerGroup
 from parallel_runtime.specs import Placement
 from parallel_runtime.wire import channel
@@ -151,7 +151,7 @@ def test_what_fails_beside_the_gate_leaves_no_gate(monkeypatch):
     monkeypatch.setattr(cluster, "listen", only_the_named)
     with pytest.raises(Refused, match="no port is left"):
         Cluster(Placement(devices=("cpu",), nnodes=2, rdzv_endpoint=endpoint), "token")
-    Gate(*parse(endpoint), KEY).close()
+    Gate(*parse_endpoint(endpoint), KEY).close()
 
 
 @pytest.mark.parametrize("kind", [Machine, Ended])
@@ -239,7 +239,7 @@ def test_a_token_is_the_same_from_a_file_and_from_the_environment(monkeypatch, t
 )
 def test_an_endpoint_that_is_none_is_refused(endpoint, sentence):
     with pytest.raises(Refused, match=sentence):
-        parse(endpoint)
+        parse_endpoint(endpoint)
 
 
 def test_an_address_of_another_machine_or_a_taken_port_is_refused(net):
@@ -270,11 +270,11 @@ def test_a_machine_with_another_token_does_not_join(net, folder, monkeypatch, ca
 
 def test_a_second_address_of_an_interface_is_one_of_this_machine(net):
     subprocess.run(["ip", "address", "add", "10.77.0.9/24", "dev", "cable"], check=True)
-    check(f"10.77.0.9:{PORT}")
+    check_endpoint(f"10.77.0.9:{PORT}")
     assert interface_of("10.77.0.9") == interface_of(FIRST) == "cable"
     Gate("10.77.0.9", PORT, KEY).close()
     with pytest.raises(Refused, match=f"no network interface of this machine has {SECOND}. It has: .*10.77.0.9"):
-        check(f"{SECOND}:{PORT}")
+        check_endpoint(f"{SECOND}:{PORT}")
 
 
 def test_a_machine_that_has_no_room_for_its_workers_says_so_on_both_sides(gate, monkeypatch):
