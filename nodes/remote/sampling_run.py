@@ -26,15 +26,8 @@ from ...parallel_runtime.errors import Refused, WorkerLost, say
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.group.this_machine import checked_plan
 from ...parallel_runtime.jobs import TWO_MODEL_GUIDERS, SamplingJob
-from ...parallel_runtime.loading.code_names import (
-    Unsendable,
-    note_failed_import,
-    packs_named,
-    proven,
-    qualified_name,
-    reference,
-    unusable,
-)
+from ...parallel_runtime.loading import code_names
+from ...parallel_runtime.loading.code_names import Unsendable, qualified_name, reference
 from ...parallel_runtime.loading.pack_states import note_unequal
 from ...parallel_runtime.loading.random_states import set_random_states
 from ...parallel_runtime.planning.request_checks import LEAST_STEPS
@@ -277,10 +270,10 @@ class RemoteSampling:
         if isinstance(error, Refused) and error.code == "pack.state":
             note_unequal(job.states, error)
             return
-        note_failed_import(packs_named(described.spec.loader), error)
+        code_names.note_failed_import(code_names.packs_named(described.spec.loader), error)
         if isinstance(error, Refused) and error.code == "pack.replaces":
             runtime.restart(str(error), comfy_setup())  # workers that have not imported that pack
-        if not note_failed_import(job.packs, error) or unusable.keys() & {*described.packs}:
+        if not code_names.note_failed_import(job.packs, error) or code_names.unusable.keys() & {*described.packs}:
             raise error  # workers have to merge weight patches
 
     def _sample_whole(
@@ -342,7 +335,7 @@ class RemoteSampling:
             call.first_shape, text_tokens(guider.conds), prompts=prompts, cached=self.request.options.step_cache > 0
         )
         device = guider.model_patcher.load_device
-        steps = StepCallback(call.callback, device, [*job.packs, *packs_named(described.spec.loader)])
+        steps = StepCallback(call.callback, device, [*job.packs, *code_names.packs_named(described.spec.loader)])
         inputs = described.inputs(self.request, work, guided=guided, batch_coupled=job.batch_coupled)
         with lease_with_plan(described.spec, inputs, self.request.after_sampling) as (lease, plan):
             if plan.degrees.options.sends_float8:
@@ -381,7 +374,7 @@ class StepCallback:
 
     def on_step(self, step: int, x0: Tensor, x: Tensor, total: int) -> None:
         self._last = step, x0
-        proven.update(self._packs)
+        code_names.proven.update(self._packs)
         if self._callback is not None:
             self._callback(step, x0.to(self._device), x.to(self._device), total)
 
