@@ -37,7 +37,7 @@ AMPLIFIED = 10  # times what one unit in the last place does: an evaluation in p
 UNCLEAR = 0.1  # of the standard deviation: where one unit in the last place does so much, a difference shows nothing
 
 Prompt = dict[str, dict[str, Any]]
-Run = Callable[[OuterSample], Tensor]
+SampleOneWay = Callable[[OuterSample], Tensor]
 Callback = Callable[[int, Any, Any, int], None]
 
 
@@ -159,12 +159,18 @@ def compared_sampler() -> str | None:
 
 
 def compared(
-    guider: CFGGuider, call: OuterSample, natively: Run, on_workers: Run, *, steps: int, dtype: torch.dtype
+    guider: CFGGuider,
+    call: OuterSample,
+    natively: SampleOneWay,
+    on_workers: SampleOneWay,
+    *,
+    steps: int,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Samples the first steps on the workers and natively, notes how far apart they are, and returns the native latent.
     Both get the same noise, random numbers and guider."""
 
-    def sampled(run: Run, callback: Callback | None = None, eps: float = 0.0) -> dict[str, Tensor]:
+    def sampled(run: SampleOneWay, callback: Callback | None = None, eps: float = 0.0) -> dict[str, Tensor]:
         made: dict[str, Tensor] = {}
 
         def note(step: int, x0: Tensor, x: Tensor, total: int) -> None:
