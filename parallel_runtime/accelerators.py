@@ -50,9 +50,9 @@ class AttentionKernel:
     the name of ComfyUI's attention function that calls it: where a user chose that function, a ring's blocks have this
     kernel.
 
-    `auto_on` are the (major) compute capabilities on which "auto" takes it, for a ring's blocks and for full keys: on
-    them it was the fastest in every measurement (tests/bench/RESULTS.md, "Kernels"). Elsewhere full keys have ComfyUI's
-    own attention, and blocks PyTorch's flash.
+    `devices` are torch's types: "cuda" is AMD's too. `auto_on` are the (major) compute capabilities on which "auto"
+    takes it, for a ring's blocks and for full keys: on them it was the fastest in every measurement
+    (tests/bench/RESULTS.md, "Kernels"). Elsewhere full keys have ComfyUI's own attention, and blocks PyTorch's flash.
     """
 
     name: str

@@ -64,9 +64,10 @@ def widget(
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """Options of the engine, besides degrees and devices. Workers get them unchanged, in a Parallelism. A new option is
-    a field here and the code in the engine that reads `parallelism.options`. A network is split anew when it changes,
-    unless `Parallelism.without_run_options` (specs.py) leaves it out. Its words are a line in CPParallelConfig.md and
-    docs/parallel-config.md and seven tooltips in nodeDefs.json; tests.browser.templates writes the workflows anew."""
+    a field here and the code in engine/ or worker/ that reads `parallelism.options`. A network is split anew when it
+    changes, unless `Parallelism.without_run_options` (specs.py) leaves it out. Its words are a line in
+    CPParallelConfig.md and docs/parallel-config.md and seven tooltips in nodeDefs.json; tests.browser.templates writes
+    the workflows anew."""
 
     # fmt: off
     rotate_method: RotateMethod = widget(
@@ -130,7 +131,7 @@ class ParallelRequest:
     """The values of a CP Parallel Config. 0 and "auto" are resolved when the model is known. `devices` is a list such
     as "0,1", "cuda:0,cuda:1" or "cpu,cpu", and empty for all. Each of `nnodes` machines gives as many devices; the
     others connect to the first at `rdzv_endpoint`, "address:port". `shares` is "auto", "equal", or one number a
-    worker."""
+    worker. Workers get none of these fields but `options`; the words of a new one are where EngineOptions says."""
 
     # fmt: off
     options: EngineOptions = field(default_factory=EngineOptions)

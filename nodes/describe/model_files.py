@@ -39,7 +39,7 @@ _files: MutableMapping[Any, SourceFile] = WeakIdKeyDictionary()  # by what clone
 Conds = Mapping[str, list[dict[str, Any]]]  # a guider's conditions: for each name, such as positive, ComfyUI's dicts
 METHODS = ("pre_run", "get_control", "control_merge", "copy", "cleanup")
 OUTPUTS = ("controlnet_blocks", "controlnet_single_blocks", "control_blocks")  # each of these modules gives a residual
-KINDS = (ControlNet, ControlNetSD35, QwenFunControlNet, ControlLora, T2IAdapter)
+CONTROL_CLASSES = (ControlNet, ControlNetSD35, QwenFunControlNet, ControlLora, T2IAdapter)
 SETTINGS = (  # attributes that nodes and loaders set; all others belong to a run or to the loaded file
     "strength", "timestep_percent_range", "extra_args", "extra_conds", "strength_type", "global_average_pooling",
     "compression_ratio", "upscale_algorithm", "concat_mask",
@@ -237,7 +237,7 @@ def _describe_vae(vae: VAE, to: Parts) -> dict[str, Any]:
 
 
 def _describe_control(control: ControlBase, to: Parts) -> dict[str, Any]:
-    if type(control) not in KINDS:
+    if type(control) not in CONTROL_CLASSES:
         raise Unsendable("unsendable.object", what=to.what, thing=qualified_name(type(control)))
     if is_patched(control) or not all(map(is_comfyui, called_functions(control))):
         raise Unsendable("unsendable.control.patched", what=to.what)

@@ -49,7 +49,7 @@ from .model_patches import native_model
 
 NETWORK, LATENT_FORMAT = "diffusion_model", "latent_format"
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)  # whose modules run because they are there
-KINDS = (Tensor, nn.Parameter)  # of weights that are compared
+WEIGHT_TYPES = (Tensor, nn.Parameter)  # of weights that are compared
 CACHED = "_cached"  # ends the names of what a forward keeps for longer sequences
 
 
@@ -284,9 +284,9 @@ def _weights(
                 continue
             key = f"{path}.{name}"
             tensor = backup.get(key, tensor)
-            if type(tensor) not in KINDS:
+            if type(tensor) not in WEIGHT_TYPES:
                 tensor = getattr(tensor, "_qdata", None)  # of ComfyUI's quantised weights
-            if type(tensor) in KINDS:
+            if type(tensor) in WEIGHT_TYPES:
                 yield key, tensor
 
 

@@ -24,6 +24,7 @@ from server import PromptServer
 from ...parallel_runtime.commands.migrate import REPLACEMENTS
 from ...parallel_runtime.errors import Refused
 from ...parallel_runtime.group.runtime import runtime
+from ...parallel_runtime.group.worker_group import STALL_DEFAULT
 from ...parallel_runtime.request import MAX_DEGREE, ParallelRequest
 from ..describe.host import comfy_setup, last_used, plan_without_model
 
@@ -45,7 +46,7 @@ class Settings:
     """The settings by their names in the frontend, without PREFIX. IdleSeconds 0: workers are never ended."""
 
     IdleSeconds: float = 0.0
-    StallSeconds: float = 120.0
+    StallSeconds: float = STALL_DEFAULT
     RingDegree: int = 0
     UlyssesDegree: int = 0
     LogLevel: str = "INFO"

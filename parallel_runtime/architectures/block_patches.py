@@ -31,7 +31,8 @@ OF_FRAMES = ("comfy.ldm.wan.model_multitalk.MultiTalkCrossAttnPatch",)  # which 
 
 
 def needs_full_tokens(options: Mapping[str, Any]) -> bool:
-    """Whether patches in `transformer_options` need full tokens between blocks. Raises Refused for ones inside."""
+    """Whether patches in `transformer_options` need full tokens between blocks. Raises Refused for ones inside,
+    for which see_all_tokens in nodes/describe/model.py leaves a network undivided before."""
     all_patches = options.get("patches") or {}
     patches = {kind for kind, functions in all_patches.items() if functions}
     if inside := sorted(patches - BEFORE - BETWEEN - OF_UNETS - set(INSIDE)) + see_all_tokens(all_patches):

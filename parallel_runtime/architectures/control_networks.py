@@ -46,6 +46,6 @@ PLANS: dict[str, SplitPlan] = {
 
 
 def control_plan_of(network: object) -> SplitPlan | None:
-    """The plan of a ControlNet's network by its class; None for one that runs undivided."""
+    """The plan of a ControlNet's network by the network's own class; None for one that runs undivided."""
     kind = type(network)
     return PLANS.get(f"{kind.__module__}:{kind.__qualname__}")

@@ -25,7 +25,10 @@ from .waiting import SilenceLimits, Waiting
 
 log = logging.getLogger(__name__)
 
-STALL_SECONDS = seconds_from("CP_STALL_SECONDS", 120)  # of silence of a worker that works
+STALL_DEFAULT = (
+    120.0  # seconds of silence of a worker that works; a setting of ComfyUI's, and so in web/settings.js too
+)
+STALL_SECONDS = seconds_from("CP_STALL_SECONDS", STALL_DEFAULT)
 START_SECONDS = seconds_from("CP_START_SECONDS", 180)
 LOAD_SECONDS = seconds_from("CP_LOAD_SECONDS", 600)
 CANCEL_SECONDS = seconds_from("CP_CANCEL_SECONDS", 10)

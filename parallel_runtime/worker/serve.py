@@ -82,7 +82,8 @@ def out_of_memory(device: torch.device, models: Sequence[Model]) -> Sentence:
 
 
 def readings(device: torch.device, models: Sequence[Model]) -> Readings:
-    """Returns the memory readings of this rank, which the page shows and the host plans by."""
+    """Returns the memory readings of this rank, which the page shows and the host plans by; in a run Progress adds what
+    its steps take."""
     used, total = _used_and_total(device)
     graphs = _sum([model.graph_runner.stats for model in models])
     return Readings(
