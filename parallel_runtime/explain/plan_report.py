@@ -1,8 +1,6 @@
 """Puts a plan into words for its user: what will run where, what it needs, what is wrong and what to do. Each thing is
 a row; the text, and the page's table and picture, are made of them."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections import Counter

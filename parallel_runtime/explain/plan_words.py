@@ -3,8 +3,6 @@ attention kernels; drawn, each rank's part of the sequence, the heads and the we
 here and divided.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

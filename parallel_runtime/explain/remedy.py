@@ -1,7 +1,5 @@
 """Finds the way out of a refusal: the nearest CP Parallel Config that works, and the widgets to change."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Tracks the state of the worker group: its start, requests, heartbeats of its ranks, and its end."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The other machines of a group: they connect to the Gate, are checked, and get a rank range and a rendezvous store."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

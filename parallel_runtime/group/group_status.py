@@ -2,8 +2,6 @@
 last lines that workers printed and this pack logged, by rank, to show them after a failure.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import deque

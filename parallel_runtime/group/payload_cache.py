@@ -4,8 +4,6 @@ conditions of an evaluation. A network's own weights are never sent, and a Sampl
 What workers give back may be written into a `SharedOutput`, which ComfyUI then uses without a copy.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import weakref

@@ -5,8 +5,6 @@ What devices measured is remembered, also from one start of ComfyUI to the next:
 not change how the same run is split, and with that its rounding.
 """
 
-from __future__ import annotations
-
 import atexit
 import json
 import logging

@@ -2,8 +2,6 @@
 plan needs, and the limits in its environment: seconds, and memory for each worker.
 """
 
-from __future__ import annotations
-
 import array
 import contextlib
 import errno

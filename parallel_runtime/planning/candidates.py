@@ -5,8 +5,6 @@ The default plan is the preferred one where neither sizes nor measurements are k
 open (0) are filled in: the two branches of guidance first, then Ulysses as far as the heads divide, then the ring.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress

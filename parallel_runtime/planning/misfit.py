@@ -4,8 +4,6 @@ the device that lacks memory for a plan at this moment.
 `MemoryModel.fits` decides; while planning resolve.py refuses with `memory.misfit`. The refusal `memory.taken` of a
 plan that fitted then, at the start of its run, is in nodes/remote/lease.py."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

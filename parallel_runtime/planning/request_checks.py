@@ -1,7 +1,5 @@
 """Refuses what cannot work in a request, whatever the sizes of a run, each with its reason and the way out."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from ..accelerators import CUDA, KERNELS

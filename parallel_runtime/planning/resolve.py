@@ -7,8 +7,6 @@ two workers have three each, with 8 GiB beside the network; with 5 GiB, one fetc
 2 GiB.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ Ulysses waits for its all-to-alls; a ring hides a transfer behind the attention 
 long enough. Both cost packing, a ring also merging; and an evaluation lasts as long as its launches, at least.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from ..request import RotateMethod

@@ -5,8 +5,6 @@ Those of `auto` are learnt from how long each rank computed in real steps. Share
 settle: another share is another shape, to be recorded or compiled anew.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
