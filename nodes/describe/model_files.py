@@ -112,12 +112,6 @@ def gligen_file(network: Gligen) -> dict[str, Any]:
     return {"kind": "gligen", **asdict(file), "dtype": str(dtype).removeprefix("torch.")}
 
 
-def hypernetwork_file(patch: Any) -> dict[str, Any]:
-    """Describes the patch of HypernetworkLoader: its SourceFile and strength. Raises LookupError where its file
-    is unknown, Refused where the file has changed."""
-    return {"kind": "hypernetwork", **asdict(source_file(patch)), "strength": patch.strength}
-
-
 def source_file(loaded: Any) -> SourceFile:
     """Returns the file that this was loaded from. Raises LookupError where that is unknown, Refused where the file has
     changed since."""
@@ -217,7 +211,9 @@ def _describe_loaded(value: Any, to: Parts) -> dict[str, Any]:
             return _describe_vae(getattr(value, "native", value), to)  # of a CP VAE
         if isinstance(value, ModelPatcher):
             return {"file": patch_file(value), "network_alone": False}
-        file = gligen_file(value) if isinstance(value, Gligen) else hypernetwork_file(value)
+        if isinstance(value, Gligen):
+            return {"file": gligen_file(value), "network_alone": True}
+        file = {"kind": "hypernetwork", **asdict(source_file(value)), "strength": value.strength}
         return {"file": file, "network_alone": True}
     except NotParallel as why:
         thing, reason = qualified_name(type(value)), why.args[0]
