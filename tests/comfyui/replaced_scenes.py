@@ -32,7 +32,7 @@ import torch  # isort: skip
 OUTER_SAMPLE = comfy.patcher_extension.WrappersMP.OUTER_SAMPLE
 coupling, describing = node_module("describe.batch_coupling"), node_module("describe.model_files")
 foreign, model_patches = node_module("describe.foreign_code"), node_module("describe.model_patches")
-packs, replacing = (pack_module(f"parallel_runtime.loading.{name}") for name in ("packs", "replaced_code"))
+packs, replacing = (pack_module(f"parallel_runtime.loading.{name}") for name in ("code_names", "replaced_code"))
 FILE = "/somewhere/custom_nodes/a_pack/nodes.py"
 SOURCE = """
 import functools, torch

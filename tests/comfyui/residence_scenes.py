@@ -24,7 +24,7 @@ lease, routes, memory, evaluation = (
 )
 runtime = pack_module("parallel_runtime.group.runtime").runtime
 run_plan = pack_module("parallel_runtime.planning.run_plan")
-stats, plan_inputs = (pack_module(f"parallel_runtime.planning.{name}") for name in ("network_stats", "plan_inputs"))
+stats, plan_inputs = (pack_module(f"parallel_runtime.planning.{name}") for name in ("network_stats", "run_plan"))
 specs, jobs = pack_module("parallel_runtime.specs"), pack_module("parallel_runtime.jobs")
 request, readings = pack_module("parallel_runtime.request"), pack_module("parallel_runtime.wire.messages")
 
