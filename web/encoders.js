@@ -5,6 +5,7 @@ import { TO_CP, connectConfig, nodesAbove } from "./graph.js";
 import { GAP, targetsOf } from "./models.js";
 
 export const CLIP = "CPCLIP";
+const LOADED_THERE = "CPLoadCLIP"; // has its text encoder in the workers already
 
 /** @typedef {import("./graph.js").LGraphNode} LGraphNode */
 
@@ -16,7 +17,8 @@ export const CLIP = "CPCLIP";
  */
 export async function largeEncoders(samplers) {
   const above = nodesAbove(samplers);
-  const loaders = above.filter((node) => makes(node, "CLIP") && targets(node).some((target) => target.node.type !== CLIP));
+  const wants = (/** @type {LGraphNode} */ node) => targets(node).some((target) => target.node.type !== CLIP);
+  const loaders = above.filter((node) => makes(node, "CLIP") && node.type !== LOADED_THERE && wants(node));
   const networks = above.filter((node) => makes(node, "MODEL")).flatMap(texts);
   const answers = loaders.map(async (loader) => {
     const query = new URLSearchParams([...texts(loader).map((name) => ["clip", name]), ...networks.map((name) => ["model", name])]);

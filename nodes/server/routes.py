@@ -25,6 +25,7 @@ from aiohttp import web
 from server import PromptServer
 
 from ...parallel_runtime import TESTED, numbers
+from ...parallel_runtime.commands.migrate import LARGE_ENCODER_BYTES
 from ...parallel_runtime.errors import Refused, say, say_if, to_json
 from ...parallel_runtime.explain.remedy import Change, changes, changes_to, instead
 from ...parallel_runtime.group.group_status import BUSY, LINES, RankStatus, Status
@@ -43,7 +44,6 @@ STATUS_FIELDS = ("state", "reason", "since", "stage", "model", "loaded", "step",
 WEIGHT_FIELDS = ("model", "resident", "fetched")  # of a Holding
 VERSION = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["version"]
 log = logging.getLogger(__name__)
-LARGE_ENCODER_BYTES = 4e9
 DOCS = Path(__file__).parents[2] / "docs"
 
 

@@ -2,21 +2,41 @@
 Needs no ComfyUI.
 
 A CP node has its native node's sockets and widgets, so no value changes. If a graph has one CP Parallel Config, its new
-CP nodes are connected to it, as ComfyUI's page does it. --back leaves the CP Parallel Config in the graph, unconnected,
-and this pack's other nodes, and names them.
+CP nodes are connected to it, as ComfyUI's page does it. A text encoder of more than 4 GB gets a CP CLIP, which --back
+takes away. --back leaves the CP Parallel Config in the graph, unconnected, and this pack's other nodes, and names them.
 """
 
 import argparse
 import copy
 import json
 import logging
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .saved_graph import (
+    Json,
+    Wire,
+    as_list,
+    connect,
+    disconnect,
+    free_place,
+    give_back_links,
+    graphs_of,
+    items,
+    move_links,
+    number_of,
+    origin_of,
+    under,
+    wires_of,
+)
+
 log = logging.getLogger(__name__)
+
+ROOT = Path(__file__).resolve().parents[2]
 
 REPLACEMENTS = {
     "KSampler": "CPSampler",
@@ -27,21 +47,26 @@ REPLACEMENTS = {
 NATIVE = {ours: native for native, ours in REPLACEMENTS.items()}
 CONFIG = "CPParallelConfig"
 OTHERS = (
-    CONFIG, "CPPlan", "CPCompare", "CPLoadDiffusionModel", "CPModel", "CPVAE", "CPCLIP",
+    CONFIG, "CPPlan", "CPCompare", "CPLoadDiffusionModel", "CPLoadCLIP", "CPModel", "CPVAE", "CPCLIP",
     "CPDemoModel", "CPDemoConditioning", "CPDemoDecode",
 )  # fmt: skip
+CLIP = "CPCLIP"
+LOADED_THERE = "CPLoadCLIP"  # has its text encoder in the workers already
+LARGE_ENCODER_BYTES = 4e9
+ENCODER_FOLDERS = ("text_encoders", "clip")  # in ComfyUI's folder of models
+CLIP_SIZE = (230, 46)
 ALWAYS = 0  # the mode of a node that is neither muted nor bypassed
-SOCKET = {"name": "cp_config", "type": "CP_CONFIG", "shape": 7, "link": None}  # 7: drawn as optional
-LINK = ("id", "origin_id", "origin_slot", "target_id", "target_slot", "type")  # in a link that is a list
+SOCKET: Json = {"name": "cp_config", "type": "CP_CONFIG", "shape": 7, "link": None}  # 7: drawn as optional
 NAME = "Node name for S&R"
 ORIGIN = ("cnr_id", "aux_id", "ver")  # which pack a node is of, and which version of it
 
-Json = dict[str, Any]
+IsLarge = Callable[[list[str]], bool]  # of the texts of a loader, file names among them
 
 
 @dataclass(frozen=True, kw_only=True)
 class SwappedNode:
-    """`place` is the subgraph or group node that holds the node, "" for the workflow itself."""
+    """`place` is the subgraph or group node that holds the node, "" for the workflow itself; `before` or `after` is ""
+    for a node that is new, or gone."""
 
     node: str
     before: str
@@ -50,24 +75,29 @@ class SwappedNode:
 
     def __str__(self) -> str:
         where = f" in {self.place}" if self.place else ""
-        return f"node {self.node}{where}: {self.before} -> {self.after}"
+        what = f"{self.before} -> {self.after}" if self.before and self.after else self.after or self.before
+        how = "" if self.before and self.after else " added" if self.after else " taken away"
+        return f"node {self.node}{where}: {what}{how}"
 
 
-def migrated(workflow: Any, *, back: bool = False) -> tuple[Json, list[SwappedNode]]:
-    """Returns a copy of `workflow` with CP nodes, or `back` with native ones, and what was changed. Raises ValueError
-    for what is no workflow."""
+def migrated(workflow: Any, *, back: bool = False, large: IsLarge = lambda _: False) -> tuple[Json, list[SwappedNode]]:
+    """Returns a copy of `workflow` with CP nodes, or `back` with native ones, and what was changed; a text encoder that
+    is `large` gets a CP CLIP. Raises ValueError for what is no workflow."""
     workflow, names = copy.deepcopy(workflow), NATIVE if back else REPLACEMENTS
     if not isinstance(workflow, dict):
         raise ValueError(f"a workflow is a JSON object, and this is a {type(workflow).__name__}")
     if isinstance(workflow.get("nodes"), list):
-        return workflow, [change for place, graph in _graphs(workflow) for change in _swap_nodes(graph, place, names)]
+        graphs = [*graphs_of(workflow)]
+        return workflow, [change for place, graph in graphs for change in _swap_nodes(graph, place, names, large)]
     calls = workflow.get("prompt") if isinstance(workflow.get("prompt"), dict) else workflow
     if not calls or not all(isinstance(call, dict) and "class_type" in call for call in calls.values()):
         raise ValueError("neither a workflow as ComfyUI saves it (nodes) nor one exported for its API (class_type)")
     configs = [name for name, call in calls.items() if call["class_type"] == CONFIG]
     config = configs[0] if len(configs) == 1 and not back else None
     replaced = [(name, call) for name, call in calls.items() if _is_of(names, call, "class_type")]
-    return workflow, [_swap_call(name, call, names, config) for name, call in replaced]
+    changes = [_swap_call(name, call, names, config) for name, call in replaced]
+    clips = _take_calls(calls) if back else _put_calls(calls, [name for name, _ in replaced], config, large)
+    return workflow, [*changes, *clips]
 
 
 def remaining(workflow: Json) -> list[str]:
@@ -75,7 +105,7 @@ def remaining(workflow: Json) -> list[str]:
     if not isinstance(workflow.get("nodes"), list):
         calls = workflow["prompt"] if isinstance(workflow.get("prompt"), dict) else workflow
         return [f"node {name} ({call['class_type']})" for name, call in calls.items() if call["class_type"] in OTHERS]
-    nodes = [(place, node) for place, graph in _graphs(workflow) for node in _items(graph.get("nodes"))]
+    nodes = [(place, node) for place, graph in graphs_of(workflow) for node in items(graph.get("nodes"))]
     named = [(f" in {place}" if place else "", node) for place, node in nodes if node.get("type") in OTHERS]
     return [f"node {node.get('id', node.get('index', '?'))}{where} ({node['type']})" for where, node in named]
 
@@ -84,13 +114,20 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m parallel_runtime migrate", description=__doc__)
     parser.add_argument("workflow", type=Path, help="a saved workflow, or - for standard input")
     parser.add_argument("--back", action="store_true", help="replace CP nodes by ComfyUI's own samplers")
+    parser.add_argument("--clip", action="store_true", help="a CP CLIP after each loader of text encoders, of any size")
+    models = (
+        "ComfyUI's folder of models, which says how large text encoders are; otherwise of the ComfyUI around this pack"
+    )
+    parser.add_argument("--models", type=Path, default=ROOT.parent.parent / "models", help=models)
     parser.add_argument("-o", "--out", type=Path, help="where to write; otherwise NAME.cp.json, or NAME.native.json")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     from_stdin = str(options.workflow) == "-"
     try:
         text = sys.stdin.read() if from_stdin else options.workflow.read_text(encoding="utf-8")
-        result, changes = migrated(json.loads(text), back=options.back)
+        result, changes = migrated(
+            json.loads(text), back=options.back, large=lambda names: options.clip or _is_large(names, options.models)
+        )
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         log.error("%s is not JSON (%s); give it a workflow that ComfyUI saved", options.workflow, error)
         return 1
@@ -118,6 +155,13 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
+def _is_large(names: list[str], models: Path) -> bool:
+    """Have the text encoders among these files more bytes than ComfyUI should load beside a network?"""
+    each = [[os.path.join(models, folder, name) for folder in ENCODER_FOLDERS] for name in names]
+    files = [next(filter(os.path.isfile, places), None) for places in each]
+    return sum(os.path.getsize(file) for file in files if file) > LARGE_ENCODER_BYTES
+
+
 def _default_out(workflow: Path, back: bool) -> Path:
     """Returns the path beside the workflow: its name without an earlier .cp or .native, and with the new one."""
     name = workflow.stem.removesuffix(".cp").removesuffix(".native")
@@ -137,106 +181,89 @@ def _is_of(kinds: dict[str, str], node: Any, key: str) -> bool:
     return isinstance(node, dict) and isinstance(node.get(key), str) and node[key] in kinds
 
 
-def _graphs(workflow: Json) -> Iterator[tuple[str, Json]]:
-    """Yields every graph of nodes and links, with its name: the canvas, a subgraph, an old group node."""
-    yield "", workflow
-    for subgraph in _items(_under(workflow, "definitions", "subgraphs")):
-        yield f"subgraph {subgraph.get('name', '')!r}", subgraph
-    groups = _under(workflow, "extra", "groupNodes")
-    for name, group in groups.items() if isinstance(groups, dict) else ():
-        if isinstance(group, dict):
-            yield f"group node {name!r}", group
-
-
-def _under(value: Any, *keys: str) -> Any:
-    for key in keys:
-        value = value.get(key) if isinstance(value, dict) else None
-    return value
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _items(value: Any) -> list[Json]:
-    return [item for item in _list(value) if isinstance(item, dict)]
-
-
-def _swap_nodes(graph: Json, place: str, names: dict[str, str]) -> Iterator[SwappedNode]:
-    nodes = _items(graph.get("nodes"))
+def _swap_nodes(graph: Json, place: str, names: dict[str, str], large: IsLarge) -> Iterator[SwappedNode]:
+    nodes = items(graph.get("nodes"))
     configs = [node for node in nodes if node.get("type") == CONFIG and node.get("mode", ALWAYS) == ALWAYS]
-    for node in nodes:
-        if not _is_of(names, node, "type"):
-            continue
+    config = configs[0] if len(configs) == 1 else None
+    samplers = [node for node in nodes if _is_of(names, node, "type")]
+    for node in samplers:
         yield _swap_on_canvas(node, names[node["type"]], place)
         if names is NATIVE:
-            _disconnect(graph, node)
+            disconnect(graph, node, SOCKET["name"])
             continue
-        node["inputs"] = [*_list(node.get("inputs")), dict(SOCKET)]
-        if len(configs) == 1 and "id" in node:  # a node of an old group has none
-            _connect(graph, configs[0], node)
+        node["inputs"] = [*as_list(node.get("inputs")), dict(SOCKET)]
+        connect(graph, config, 0, node, len(node["inputs"]) - 1)
+    yield from _take_clips(graph, place) if names is NATIVE else _put_clips(graph, place, samplers, config, large)
 
 
-def _disconnect(graph: Json, node: Json) -> None:
-    """Removes the cp_config socket of `node` with its link; links to later sockets get their new numbers."""
-    sockets = _list(node.get("inputs"))
-    index = next((index for index, socket in enumerate(sockets) if _under(socket, "name") == SOCKET["name"]), None)
-    if index is None:
-        return
-    number = _number(sockets.pop(index).get("link"))
-    links = graph.get("links")
-    if not isinstance(links, list):
-        return
-    graph["links"] = links = [link for link in links if not number or _number(_of_link(link, "id")) != number]
-    for link in links:
-        slot = _number(_of_link(link, "target_slot"))
-        if "id" in node and _of_link(link, "target_id") == node["id"] and slot > index:
-            link["target_slot" if isinstance(link, dict) else LINK.index("target_slot")] = slot - 1
-    for output in (output for other in _items(graph.get("nodes")) for output in _items(other.get("outputs"))):
-        if number in _list(output.get("links")):
-            output["links"] = [link for link in output["links"] if link != number] or None
-    for border in _items(graph.get("inputs")):  # of a subgraph
-        if number in _list(border.get("linkIds")):
-            border["linkIds"].remove(number)
+def _put_clips(
+    graph: Json, place: str, samplers: list[Json], config: Json | None, large: IsLarge
+) -> Iterator[SwappedNode]:
+    by_id = {node["id"]: node for node in items(graph.get("nodes")) if isinstance(node.get("id"), int | str)}
+    kinds = {number: node.get("type") for number, node in by_id.items()}
+    below = [number for number, node in by_id.items() if any(node is sampler for sampler in samplers)]
+    for number, slot in _loaders(wires_of(graph), kinds, below):
+        values = by_id[number].get("widgets_values")
+        if large(_texts(values.values() if isinstance(values, dict) else as_list(values))):
+            made = _put_clip(graph, by_id[number], slot, config)
+            yield SwappedNode(node=str(made["id"]), before="", after=CLIP, place=place)
 
 
-def _connect(graph: Json, config: Json, node: Json) -> None:
-    """Links the config's output to the node's last socket, in the form that this graph's links have; does nothing where
-    the graph has no list of links, or the config no output."""
-    if graph.get("links") is None:
-        graph["links"] = []
-    links, outputs = graph["links"], _items(config.get("outputs"))
-    if not isinstance(links, list) or not outputs or "id" not in config:
-        return
-    state = _under(graph, "state")
-    by_name = isinstance(state, dict) or any(isinstance(link, dict) for link in links)
-    number = 1 + max([0, *(_number(_of_link(link, "id")) for link in links)])
-    where = {
-        "origin_id": config["id"],
-        "origin_slot": 0,
-        "target_id": node["id"],
-        "target_slot": len(node["inputs"]) - 1,
-    }
-    kind = SOCKET["type"]
-    links.append({"id": number, **where, "type": kind} if by_name else [number, *where.values(), kind])
+def _take_clips(graph: Json, place: str) -> Iterator[SwappedNode]:
+    """Takes each CP CLIP away that gets a CLIP: what it fed gets that."""
+    for node in [node for node in items(graph.get("nodes")) if node.get("type") == CLIP]:
+        number, origin = node.get("id"), origin_of(graph, node, "clip")
+        if origin is not None and isinstance(number, int | str):
+            disconnect(graph, node, SOCKET["name"])
+            disconnect(graph, node, "clip")
+            graph["nodes"].remove(node)
+            give_back_links(graph, number, origin)
+            yield SwappedNode(node=str(number), before=CLIP, after="", place=place)
+
+
+def _loaders(wires: list[Wire], kinds: dict[Any, Any], samplers: list[Any]) -> list[tuple[Any, int]]:
+    """Returns which outputs above these samplers are of loaders of CLIPs, and go to others than CP CLIP. `kinds` has
+    the class of each node."""
+    above = dict.fromkeys(samplers)
+    fresh = samplers
+    while fresh:
+        fresh = [wire.origin for wire in wires if wire.target in fresh and wire.origin not in above]
+        above |= dict.fromkeys(fresh)
+    changed = {wire.target for wire in wires if wire.of_clip}  # nodes that get a CLIP, and may give it on
+    outputs = [
+        (wire.origin, wire.slot)
+        for wire in wires
+        if wire.of_clip and wire.origin in above and wire.origin not in changed and kinds.get(wire.target) != CLIP
+    ]
+    return [output for output in dict.fromkeys(outputs) if kinds.get(output[0], LOADED_THERE) != LOADED_THERE]
+
+
+def _texts(values: Any) -> list[str]:
+    return [value for value in values if isinstance(value, str)]
+
+
+def _put_clip(graph: Json, loader: Json, slot: int, config: Json | None) -> Json:
+    """Puts a CP CLIP between an output of a loader and all that it goes to."""
+    nodes, outputs = items(graph["nodes"]), items(loader.get("outputs"))
+    state = under(graph, "state")
+    last = max([number_of(graph.get("last_node_id")), number_of(under(state, "lastNodeId"))])
+    number = 1 + max([last, *(number_of(node.get("id")) for node in nodes)])
     if isinstance(state, dict):
-        state["lastLinkId"] = max(number, _number(state.get("lastLinkId")))
-    elif "last_link_id" in graph:
-        graph["last_link_id"] = max(number, _number(graph["last_link_id"]))
-    node["inputs"][-1]["link"] = number
-    outputs[0]["links"] = [*_list(outputs[0].get("links")), number]
-
-
-def _of_link(link: Any, name: str) -> Any:
-    """Returns this of LINK, of a link in either form; None where there is none, as in the gaps of a list."""
-    return dict(zip(LINK, link, strict=False)).get(name) if isinstance(link, list) else _under(link, name)
-
-
-def _number(value: Any) -> int:
-    """Returns a number of the JSON, which may have it as text."""
-    if isinstance(value, str):
-        return int(value) if value.isdecimal() else 0
-    return value if isinstance(value, int) else 0
+        state["lastNodeId"] = number
+    elif "last_node_id" in graph:
+        graph["last_node_id"] = number
+    fed = move_links(graph, (loader["id"], slot), (number, 0))
+    made = {
+        "id": number, "type": CLIP, "pos": free_place(nodes, loader, CLIP_SIZE), "size": [*CLIP_SIZE], "flags": {},
+        "order": 0, "mode": ALWAYS, "inputs": [{"name": "clip", "type": "CLIP", "link": None}, dict(SOCKET)],
+        "outputs": [{"name": "CLIP", "type": "CLIP", "links": fed}], "properties": {NAME: CLIP}, "widgets_values": [],
+    }  # fmt: skip
+    graph["nodes"].append(made)
+    if slot < len(outputs):
+        outputs[slot]["links"] = None
+    connect(graph, loader, slot, made, 0)
+    connect(graph, config, 0, made, 1)
+    return made
 
 
 def _swap_on_canvas(node: Json, after: str, place: str) -> SwappedNode:
@@ -252,10 +279,45 @@ def _swap_on_canvas(node: Json, after: str, place: str) -> SwappedNode:
 def _swap_call(name: str, call: Json, names: dict[str, str], config: str | None) -> SwappedNode:
     before, after = call["class_type"], names[call["class_type"]]
     call["class_type"] = after
-    inputs = call["inputs"] if isinstance(call.get("inputs"), dict) else {}
+    inputs = _inputs(call)
     inputs.pop(SOCKET["name"], None)
     if config is not None:
         call["inputs"] = {**inputs, SOCKET["name"]: [config, 0]}
     if isinstance(meta := call.get("_meta"), dict) and meta.get("title") == before:  # else the user chose it
         meta["title"] = after
     return SwappedNode(node=name, before=before, after=after)
+
+
+def _inputs(call: Json) -> Json:
+    return call["inputs"] if isinstance(call.get("inputs"), dict) else {}
+
+
+def _put_calls(calls: Json, samplers: list[str], config: str | None, large: IsLarge) -> Iterator[SwappedNode]:
+    wires = [
+        Wire(value[0], value[1], name, socket.rstrip("0123456789") == "clip")
+        for name, call in calls.items()
+        for socket, value in _inputs(call).items()
+        if isinstance(value, list) and [*map(type, value)] == [str, int]
+    ]
+    kinds = {name: call["class_type"] for name, call in calls.items()}
+    for loader, slot in _loaders(wires, kinds, samplers):
+        if not large(_texts(_inputs(calls[loader]).values())):
+            continue
+        made = str(1 + max(map(number_of, calls)))
+        _give(calls, [loader, slot], [made, 0])
+        inputs = {"clip": [loader, slot]} | ({} if config is None else {SOCKET["name"]: [config, 0]})
+        calls[made] = {"class_type": CLIP, "inputs": inputs, "_meta": {"title": "CP CLIP"}}
+        yield SwappedNode(node=made, before="", after=CLIP)
+
+
+def _take_calls(calls: Json) -> Iterator[SwappedNode]:
+    for name in [name for name, call in calls.items() if call["class_type"] == CLIP]:
+        if isinstance(origin := _inputs(calls[name]).get("clip"), list):
+            del calls[name]
+            _give(calls, [name, 0], origin)
+            yield SwappedNode(node=name, before=CLIP, after="")
+
+
+def _give(calls: Json, before: list[Any], after: list[Any]) -> None:
+    for call in calls.values():
+        _inputs(call).update({name: after for name, value in _inputs(call).items() if value == before})

@@ -234,11 +234,21 @@ def test_a_large_text_encoder_gets_a_cp_clip_and_loses_it_on_the_way_back(page: 
     ] * 2
     assert ours[made]["inputs"] == {"clip": [loader, 0], "cp_config": [config, 0]}
     assert page.evaluate(COVERED) == [], "it lies on no other node"
+    assert plain(ours) == plain(migrated(native, large=lambda names: large in names)[0]), "as by the command"
 
     page.evaluate(COMMAND, "MigrateAllBack")
     page.wait_for_function(f"!({KINDS})().includes('CPCLIP')")
     page.wait_for_function(f"({KINDS})().includes('KSampler')")
     assert plain(page.evaluate(PROMPT)) == plain(native)
+
+
+@BOTH
+def test_a_large_text_encoder_of_cp_load_clip_gets_no_cp_clip(page: Any, large: str) -> None:
+    put(page, [["CPLoadCLIP", 0, 160, {"clip_name1": large}], ["CLIPTextEncode", 340, 0, {"text": "a fox"}],
+        ["KSampler", 700, 0, {}]], [[0, 0, 1, "clip"], [1, 0, 2, "positive"]])  # fmt: skip
+    page.evaluate(COMMAND, "MigrateAll")
+    page.wait_for_function(f"({KINDS})().includes('CPSampler')")
+    assert "CPCLIP" not in page.evaluate(KINDS)
 
 
 def test_a_small_text_encoder_stays_with_comfyui(page: Any) -> None:

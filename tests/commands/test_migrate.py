@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -218,18 +219,131 @@ def test_sockets_behind_the_config_keep_their_links() -> None:
 ODD = [None, [], {}, "x", "7", 5, -1, 1.5, True, [None], {"a": 1}, [3, 4, 0, 1]]
 
 
+def with_encoder(loader: str = "CLIPLoader", file: str = "large.safetensors") -> dict:
+    """A canvas, or what is inside a subgraph: a loader of a text encoder, two prompts, and a sampler of them."""
+
+    def made(number: int, kind: str, inputs: list, outputs: list, pos: list, **more: Any) -> dict:
+        sockets = [{"name": name, "type": of, "link": link} for name, of, link in inputs]
+        outs = [{"name": of, "type": of, "links": links} for of, links in outputs]
+        return {"id": number, "type": kind, "pos": pos, "size": [200, 100], "inputs": sockets, "outputs": outs, **more}
+
+    prompts = [
+        made(number, "CLIPTextEncode", [["clip", "CLIP", link]], [["CONDITIONING", [link + 2]]], [0, y])
+        for number, link, y in ((2, 1, 180), (3, 2, 600))
+    ]
+    sampler = made(4, "KSampler", [["positive", "CONDITIONING", 3], ["negative", "CONDITIONING", 4]], [], [900, 0])
+    return {
+        "nodes": [
+            made(1, loader, [], [["CLIP", [1, 2]]], [0, 0], widgets_values=[file, "flux2"]),
+            *prompts,
+            sampler,
+            {**copy.deepcopy(CONFIG), "outputs": [{"name": "cp_config", "links": None}]},
+        ],
+        "links": [
+            [1, 1, 0, 2, 0, "CLIP"], [2, 1, 0, 3, 0, "CLIP"], [3, 2, 0, 4, 0, "CONDITIONING"],
+            [4, 3, 0, 4, 1, "CONDITIONING"],
+        ],
+        "last_node_id": 11,
+        "last_link_id": 4,
+    }  # fmt: skip
+
+
+def large(names: list[str]) -> bool:
+    return "large.safetensors" in names
+
+
+def test_a_large_text_encoder_gets_a_cp_clip_and_loses_it_on_the_way_back() -> None:
+    before = with_encoder()
+    after, changes = migrated(before, large=large)
+    assert [*map(str, changes)] == ["node 4: KSampler -> CPSampler", "node 12: CPCLIP added"]
+    made = after["nodes"][-1]
+    assert (made["id"], made["type"]) == (after["last_node_id"], "CPCLIP") == (12, "CPCLIP")
+    assert made["pos"] == [0, 350], "below the loader and the prompt that lies there"
+    assert [link for link in after["links"] if 12 in link[1:4]] == [
+        [1, 12, 0, 2, 0, "CLIP"], [2, 12, 0, 3, 0, "CLIP"], [6, 1, 0, 12, 0, "CLIP"], [7, 8, 0, 12, 1, "CP_CONFIG"],
+    ]  # fmt: skip
+    assert after["nodes"][0]["outputs"][0]["links"] == [6]
+    assert made["outputs"][0]["links"] == [1, 2]
+    assert [socket["link"] for socket in made["inputs"]] == [6, 7]
+    assert migrated(after, large=large)[1] == [], "twice is once"
+
+    back, changes = migrated(after, back=True)
+    assert [*map(str, changes)] == ["node 4: CPSampler -> KSampler", "node 12: CPCLIP taken away"]
+    assert back == {**before, "last_node_id": 12, "last_link_id": 7}
+
+
+def test_a_large_text_encoder_in_a_subgraph_or_from_its_border_is_found() -> None:
+    inner = with_encoder()
+    state = {"lastNodeId": inner.pop("last_node_id"), "lastLinkId": inner.pop("last_link_id")}
+    names = ("id", "origin_id", "origin_slot", "target_id", "target_slot", "type")
+    inner |= {
+        "name": "Refine",
+        "state": state,
+        "links": [dict(zip(names, link, strict=True)) for link in inner["links"]],
+    }
+    before = {"nodes": [], "definitions": {"subgraphs": [inner]}}
+    after, changes = migrated(before, large=large)
+    assert str(changes[1]) == "node 12 in subgraph 'Refine': CPCLIP added"
+    subgraph = after["definitions"]["subgraphs"][0]
+    assert subgraph["state"] == {"lastNodeId": 12, "lastLinkId": 7}
+    assert subgraph["links"][0]["origin_id"] == 12
+    back = migrated(after, back=True)[0]["definitions"]["subgraphs"][0]
+    assert back == {**inner, "state": subgraph["state"]}
+
+    del subgraph["nodes"][0]  # the CLIP comes from outside
+    for link in subgraph["links"]:
+        link["origin_id"] = -10 if link["origin_id"] == 1 else link["origin_id"]
+    subgraph["inputs"] = [{"name": "clip", "linkIds": [6]}]
+    back = migrated(after, back=True)[0]["definitions"]["subgraphs"][0]
+    assert back["inputs"] == [{"name": "clip", "linkIds": [1, 2]}]
+    assert [link["origin_id"] for link in back["links"][:2]] == [-10, -10]
+    assert [
+        change.after for change in migrated({"nodes": [], "definitions": {"subgraphs": [back]}}, large=large)[1]
+    ] == ["CPSampler"]
+
+
+def test_a_prompt_for_the_api_gets_a_cp_clip_and_loses_it_on_the_way_back() -> None:
+    prompt = {
+        "1": {"class_type": "DualCLIPLoader", "inputs": {"clip_name1": "large.safetensors", "clip_name2": "b"}},
+        "2": {"class_type": "CLIPTextEncode", "inputs": {"clip": ["1", 0], "text": "large.safetensors"}},
+        "7:3": {"class_type": "KSampler", "inputs": {"positive": ["2", 0], "seed": 5}},
+        "20": {"class_type": "CLIPTextEncode", "inputs": {"clip": ["21", 0]}},
+        "21": {"class_type": "CLIPLoader", "inputs": {"clip_name": "large.safetensors"}},
+        "22": {"class_type": "CPParallelConfig", "inputs": {}},
+    }
+    after, changes = migrated(prompt, large=large)
+    assert [*map(str, changes)] == ["node 7:3: KSampler -> CPSampler", "node 23: CPCLIP added"]
+    assert after["23"]["inputs"] == {"clip": ["1", 0], "cp_config": ["22", 0]}
+    assert after["2"]["inputs"]["clip"] == ["23", 0]
+    assert after["20"] == prompt["20"], "no sampler needs it"
+    assert migrated(after, back=True)[0] == prompt
+
+
+def test_a_small_text_encoder_and_one_in_the_workers_already_get_no_cp_clip() -> None:
+    for workflow in (with_encoder(file="small.safetensors"), with_encoder("CPLoadCLIP")):
+        assert [change.after for change in migrated(workflow, large=large)[1]] == ["CPSampler"]
+    prompt = {
+        "1": {"class_type": "CPLoadCLIP", "inputs": {"clip_name1": "large.safetensors"}},
+        "2": {"class_type": "CLIPTextEncode", "inputs": {"clip": ["1", 0]}},
+        "3": {"class_type": "KSampler", "inputs": {"positive": ["2", 0]}},
+    }
+    assert [change.after for change in migrated(prompt, large=large)[1]] == ["CPSampler"]
+
+
 @pytest.mark.parametrize("back", [False, True])
 def test_a_damaged_file_is_migrated_or_refused_with_a_sentence(back: bool) -> None:
     whole = {**canvas(), "last_link_id": 9, "links": [[5, 8, 0, 1, 0, "CP_CONFIG"], LINK]}
     whole["nodes"].append({**copy.deepcopy(CONFIG), "outputs": [{"name": "cp_config", "links": [5]}]})
     prompt = {**API, "9": {"class_type": "CPParallelConfig", "inputs": {}}}
-    for graph in (whole, prompt, migrated(whole)[0], migrated(prompt)[0]):
+    encoder = with_encoder()
+    graphs = (whole, prompt, migrated(whole)[0], migrated(prompt)[0], encoder, migrated(encoder, large=large)[0])
+    for graph in graphs:
         for *owners, last in places(graph):
             for odd in ODD:
                 damaged = copy.deepcopy(graph)
                 functools.reduce(lambda value, key: value[key], owners, damaged)[last] = odd
                 with contextlib.suppress(ValueError):
-                    migrated(damaged, back=back)
+                    migrated(damaged, back=back, large=large)
 
 
 def places(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -266,6 +380,18 @@ def test_the_command_writes_beside_the_file_and_says_what_it_did(tmp_path):
     assert f"writes over {tmp_path / 'mine.cp.json'}" in command(str(path)).stderr
     assert json.loads(path.read_text()) == API
     assert json.loads((tmp_path / "mine.cp.json").read_text()) == migrated(API)[0]
+
+
+def test_the_command_reads_sizes_in_the_folder_of_models_and_an_option_says_that_any_is_large(tmp_path: Path) -> None:
+    path, folder = tmp_path / "mine.json", tmp_path / "models" / "clip" / "sub"
+    path.write_text(json.dumps(with_encoder(file="sub/large.safetensors")))
+    folder.mkdir(parents=True)
+    (folder / "large.safetensors").touch()
+    models = ("--models", str(tmp_path / "models"))
+    assert "CPCLIP" not in command(str(path), *models).stderr
+    assert "node 12: CPCLIP added" in command(str(path), *models, "--clip").stderr
+    os.truncate(folder / "large.safetensors", 4 * 10**9 + 1)
+    assert "node 12: CPCLIP added" in command(str(path), *models).stderr
 
 
 def test_the_way_back_and_back_again_write_no_file_over_the_one_they_read(tmp_path: Path) -> None:
