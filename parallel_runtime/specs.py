@@ -179,8 +179,9 @@ class ModelSpec:
     as canonical JSON (nodes/describe/model.py), `index` selects one of several results. With a `weights_fingerprint`
     it is the class of a node, `arguments` are the node's inputs and the folders of models, and the fingerprint tells
     which of its results is the model. `weight_dtype` is ComfyUI's
-    dtype of unquantised weights, `compute_dtype` that of computation, "" for its own choice. `dynamic_vram` tells
-    whether the host has ComfyUI's dynamic VRAM, which does not round small layers to `weight_dtype`.
+    dtype of unquantised weights, `compute_dtype` that of computation, "" for its own choice. `force_cast` tells whether
+    the MODEL has layers cast their weights at each use, `dynamic_vram` whether the host has ComfyUI's dynamic VRAM,
+    which has so too, and does not round small layers to `weight_dtype`.
     `patches_fingerprint` identifies the stack of weight patches (LoRA and the like) on it by ComfyUI's `patches_uuid`,
     which is another one for each stack that a node makes; "" for none. The patches come with the job.
     `attributes` are plain values that nodes have given to attributes of the loaded model in place: a JSON object by
@@ -200,6 +201,7 @@ class ModelSpec:
     files: tuple[SourceFile, ...] = ()
     weight_dtype: str = "float32"
     compute_dtype: str = ""
+    force_cast: bool = False
     dynamic_vram: bool = False
     patches_fingerprint: str = ""
     attributes: str = ""
@@ -227,8 +229,8 @@ class ModelSpec:
         """The spec of the loaded model: the same for every stack of patches, attributes and compute dtype, compiled or
         not."""
         partner = None if self.partner is None else self.partner.unpatched
-        made = replace(self, patches_fingerprint="", attributes="", compute_dtype="", compilation=None)
-        return replace(made, partner=partner)
+        made = replace(self, patches_fingerprint="", attributes="", compute_dtype="", force_cast=False)
+        return replace(made, compilation=None, partner=partner)
 
     @property
     def all_attributes(self) -> tuple[str, ...]:

@@ -76,6 +76,11 @@ def couples_evaluations(replaced: Replaced) -> bool:
     return around and _keeps(replaced.code, set())
 
 
+def changes_itself(method: types.FunctionType) -> bool:
+    """May this method of a pack, which may be ComfyUI's own in a class of it, assign to attributes?"""
+    return is_of_a_pack(method) and any(step.opname == "STORE_ATTR" for step in _instructions(method.__code__))
+
+
 def _keeps(function: Any, seen: set[int]) -> bool:
     """May this function assign to variables or attributes of others, or use what can be changed? Anything but a
     function may."""

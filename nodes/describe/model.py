@@ -228,6 +228,7 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> DescribedMo
             spec,
             attributes=attributes,
             compute_dtype=requested_dtype,
+            force_cast=model.force_cast_weights,
             patches_fingerprint=str(model.patches_uuid) if model.patches else "",
             compilation=compiled,
         ),

@@ -34,7 +34,7 @@ from ...parallel_runtime.loading.object_codec import Describer, rebuild
 from ...parallel_runtime.loading.pack_states import globals_of, objects_of, reached, set_globals, short, state, unequal
 from ...parallel_runtime.loading.random_states import generator_kind, random_states
 from ...parallel_runtime.loading.replaced_code import replaced_in_loop
-from .batch_coupling import couples_by_masks, couples_evaluations, is_batch_coupled
+from .batch_coupling import changes_itself, couples_by_masks, couples_evaluations, is_batch_coupled
 from .foreign_code import check_loop
 from .model import DescribedModel
 from .model_files import Conds, describer, gligens_of
@@ -195,6 +195,9 @@ def describe_on_model(model: ModelPatcher, options: dict[str, Any], describer: D
         raise Unsendable("unsendable.hook")
     for callback in model.get_all_callbacks(CallbacksMP.ON_REGISTER_ALL_HOOK_PATCHES):
         raise Unsendable("unsendable.registers", name=qualified_name(callback))  # a worker would call it once more
+    for hook in getattr(options.get("registered_hooks"), "hooks", ()):
+        if changes_itself(register := type(hook).add_hook_patches):
+            raise Unsendable("unsendable.registers", name=qualified_name(register))
     for name, models in model.additional_models.items():
         if models and name != MULTIGPU:
             raise Unsendable("unsendable.models", name=name)

@@ -30,6 +30,7 @@ from ...parallel_runtime.loading import code_names
 from ...parallel_runtime.loading.code_names import Unsendable, qualified_name, reference
 from ...parallel_runtime.loading.pack_states import note_unequal
 from ...parallel_runtime.loading.random_states import set_random_states
+from ...parallel_runtime.loading.replaced_code import forget_put_back, note_refused
 from ...parallel_runtime.planning.request_checks import LEAST_STEPS
 from ...parallel_runtime.request import ParallelRequest
 from ..describe.foreign_code import why_replaced
@@ -73,6 +74,7 @@ def model_on_workers(model: ModelPatcher, request: ParallelRequest) -> ModelPatc
 
 
 def _stay_native(models: Iterable[ModelPatcher], request: ParallelRequest) -> bool:
+    forget_put_back()
     reason = next(filter(None, map(why_replaced, models)), None)
     if reason is not None:
         _check_stepwise(request, reason)
@@ -273,6 +275,7 @@ class RemoteSampling:
         code_names.note_failed_import(code_names.packs_named(described.spec.loader), error)
         if isinstance(error, Refused) and error.code == "pack.replaces":
             runtime.restart(str(error), comfy_setup())  # workers that have not imported that pack
+            note_refused(job.packs, job.replaced, error)
         if not code_names.note_failed_import(job.packs, error) or code_names.unusable.keys() & {*described.packs}:
             raise error  # workers have to merge weight patches
 

@@ -71,9 +71,9 @@ class Mapped(ModelPatcher):
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point():
                 module._buffers[name] = buffer.to(getattr(module, f"{name}_comfy_model_dtype", buffer.dtype))
-        for name in _uncast(module):
+        for name in uncast_names(module):
             if not _casts_as_it_computes(module, name, in_any_case=self.keeps_file_dtype(module)):
-                _cast(module, name)
+                cast(module, name)
 
     def keeps_file_dtype(self, module: torch.nn.Module) -> bool:
         """Returns whether ComfyUI computes from this module's weights as they are in the file, without rounding them to
@@ -109,9 +109,9 @@ class Mapped(ModelPatcher):
     def _cast_to_merge(self, key: str) -> bool:
         """Gives this weight ComfyUI's dtype; returns False where it has that already."""
         module, name = self._owner(key)
-        if name not in _uncast(module) or self.keeps_file_dtype(module):
+        if name not in uncast_names(module) or self.keeps_file_dtype(module):
             return False
-        _cast(module, name)
+        cast(module, name)
         return True
 
     def _owner(self, key: str) -> tuple[torch.nn.Module, str]:
@@ -169,7 +169,7 @@ def with_views(patcher: Kind) -> Kind:
     return patcher
 
 
-def _uncast(module: torch.nn.Module) -> list[str]:
+def uncast_names(module: torch.nn.Module) -> list[str]:
     """Returns the names of plain parameters of another dtype than ComfyUI's loader would have copied them into."""
     return [
         name
@@ -192,7 +192,7 @@ def _casts_as_it_computes(module: Any, name: str, *, in_any_case: bool) -> bool:
     return True
 
 
-def _cast(module: Any, name: str) -> None:
+def cast(module: Any, name: str) -> None:
     """Casts a weight to the dtype into which ComfyUI's loader would have copied it."""
     value = module._parameters[name].data.to(getattr(module, f"{name}_comfy_model_dtype"))
     module._parameters[name] = torch.nn.Parameter(value, requires_grad=False)

@@ -38,6 +38,7 @@ IN_COMFYUI = {"KSampler", "sample", "ksampler", "sampler_object", "calculate_sig
 MERGES = ("comfy.lora", "comfy.weight_adapter.")
 GLIGEN = ("comfy.gligen",)
 ATTENTION = ("optimized_attention", "optimized_attention_masked")  # modules of networks import ComfyUI's choice so
+refused_with: dict[str, dict[str, list[str]]] = {}  # in ComfyUI's process, by PACK@FINGERPRINT: `note_refused`
 VALUES = bool | int | float | complex | str | bytes | torch.dtype | torch.device | None
 
 
@@ -90,6 +91,19 @@ def check_replaced(wanted: dict[str, list[str]], found: list[Replaced]) -> None:
         if name not in here or name not in wanted or wanted[name][0] != here[name].fingerprint:
             pack = name_of_pack(home_of(here[name].code)) if name in here else wanted[name][1]
             raise Refused("pack.replaces", pack=pack.partition("@")[0], name=name)
+
+
+def note_refused(names: Iterable[str], replaced: dict[str, list[str]], error: Refused) -> None:
+    """Remembers what is `replaced` here, by the words of `check_replaced`, as workers refuse one of these packs."""
+    refused_with.update({pack: replaced for pack in names if pack.rpartition("@")[0] == error.values["pack"]})
+
+
+def forget_put_back() -> None:
+    """Has packs tried again that workers have refused, once other code is replaced here than then."""
+    now = {one.name: [one.fingerprint, *one.packs] for one in replaced_in_loop()} if refused_with else {}
+    for pack in [pack for pack, then in refused_with.items() if then != now]:
+        del refused_with[pack]
+        unusable.pop(pack, None)
 
 
 def replaced_in_loop() -> list[Replaced]:

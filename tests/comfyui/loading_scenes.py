@@ -183,3 +183,29 @@ def given_back(rank: int, world: int, folder: str, dynamic_vram: bool, other_pat
         "back": second.loaded_size() == size and not state.given_back and not state.in_file_bytes,
         "other": [name for name, weight in after.items() if not torch.equal(weight.float(), wanted[name].float())],
     }  # fmt: skip
+
+
+def layers_that_call_torchs(rank: int, world: int, folder: str, host: str) -> dict[str, bool]:
+    """Of a MODEL whose file is narrower than its dtype, on a `host`: which layers call a method of torch's layer while
+    a pack's code runs in place of it, and have its loaded weights the bits that they had before that?"""
+    path = write(Path(folder), "flux_schnell")
+    save_file({name: weight.half() for name, weight in load_file(path).items()}, path)
+    spec = specs.ModelSpec(
+        loader="comfy.sd:load_diffusion_model", arguments=json.dumps([str(path), {}]), weight_dtype="float32",
+        dynamic_vram=host == "dynamic VRAM", force_cast=host == "a MODEL that casts", compute_dtype="float32",
+    )  # fmt: skip
+    model = comfy_model.load(additional.AdditionalModels(), spec, CPU, lambda done: None, None).clone(None, print)
+    model.partially_load(CPU)
+    layer, called = model.model.get_submodule("diffusion_model.double_blocks.0.img_mlp.0"), []
+    before, forward = layer.weight, torch.nn.Linear.forward
+    x = torch.randn(3, layer.in_features)
+    want = layer(x)
+    torch.nn.Linear.forward = lambda self, x: called.append(self) or forward(self, x)
+    try:
+        with model.casting_as_natively():
+            got = layer(x)
+    finally:
+        torch.nn.Linear.forward = forward
+    assert torch.equal(got, want)
+    assert layer.weight is before
+    return {"called": bool(called), "narrow": before.dtype is torch.half}

@@ -547,6 +547,15 @@ def test_only_fp8_of_the_file_is_multiplied_in_fp8_where_the_host_has_dynamic_vr
     assert exact == {"float32": dynamic_vram, "float8_e4m3fn": False}
 
 
+@pytest.mark.parametrize("host", ["plain", "dynamic VRAM", "a MODEL that casts"])
+def test_layers_call_a_method_that_a_pack_has_replaced_where_comfyuis_do(
+    alone: Group, tmp_path: Path, host: str
+) -> None:
+    """Those that cast their weights at each use call no method of torch's layer."""
+    (found,) = alone.run(f"{LOADING}layers_that_call_torchs", folder=str(tmp_path), host=host)
+    assert found == {"called": host == "plain", "narrow": True}
+
+
 def test_a_checkpoint_is_not_loaded_to_a_gpu_before_it_is_used(alone: Group, tmp_path: Path) -> None:
     path = checkpoints.write(tmp_path, "flux_dev", prefix="model.diffusion_model.")
     (answer,) = alone.run(f"{LOADING}at_once", path=str(path))

@@ -213,6 +213,27 @@ def test_a_pack_that_changes_the_network_during_a_run_gets_it_undivided(server: 
     assert "double_blocks.0.img_mlp" in log
 
 
+@pytest.mark.parametrize("dtype", ["float32", "auto"])
+def test_groupnorm_that_a_pack_replaces_on_a_unet_during_a_run_is_honoured(server: Server, dtype: str) -> None:
+    """As AnimateDiff-Evolved does it. A dtype that the network has anyway has no layer pass torch's by."""
+    picture = code_on_a_unet(server, "torch's normalization", "CPTestTampered")
+    assert "GroupNorm.forward of the network during the run" in check(server, picture, replace(AUTO, dtype=dtype))
+
+
+def test_a_step_cache_on_a_split_network_is_no_change_that_a_pack_has_made(server: Server) -> None:
+    """It puts its own methods onto the blocks."""
+    since = server.log_size()
+    server.client.run(code("cfg")(replace(SPLIT, step_cache=0.2)))
+    assert "step cache skipped" in server.log(since)
+
+
+def test_a_pack_that_changes_the_network_during_a_run_is_refused_a_step_cache_by_name(server: Server) -> None:
+    """No step cache leaves out blocks of an undivided network."""
+    with pytest.raises(NodeError, match=r"changes double_blocks\.0\S* of the network during the run"):
+        server.client.run(code("swap")(replace(AUTO, step_cache=0.2)))
+    assert server.workers()
+
+
 def test_a_pack_that_no_worker_can_import_leaves_the_loop_in_comfyui_and_is_not_tried_again(server: Server) -> None:
     picture = on_the_model("CPTest cp_unimportable")
     want = latent_of(server.client.run(picture(None)))

@@ -131,6 +131,7 @@ def test_values_that_a_node_sets_on_the_network_change_what_is_replayed(server: 
     assert all(apart(a, b) > 0.01 for a, b in itertools.pairwise(seen)), "each has a picture of its own"
 
 
+MEANWHILE = (Node("CPTestTampered", {"kind": "torch's method at first"}),)
 STAGES = DEGREES["pipeline_2"]
 OTHERS = {
     "stages": STAGES,
@@ -149,6 +150,19 @@ def test_where_recording_is_only_asked_for_nothing_changes(server: Server, paral
     assert torch.equal(ours(server, asked, parallel), want)
     if parallel.patches == 1:
         assert apart(want, native(server, asked)) <= BAR
+
+
+@pytest.mark.parametrize("devices", ["cpu", "cpu,cpu"], ids=["one", "two"])
+def test_code_that_a_pack_replaces_in_some_steps_is_neither_recorded_nor_replayed(server: Server, devices: str) -> None:
+    """Two workers sample again with the network undivided."""
+    asked = replace(FLUX, steps=12)
+    want, *got = (
+        latent_of(server.client.run(with_nodes(sampling_graph(asked, kind, parallel), MEANWHILE)))
+        for kind, parallel in (("KSampler", None), *[("CPSampler", Parallel(devices=devices, dtype="auto"))] * 2)
+    )
+    assert apart(native(server, asked), want) > 0.01
+    assert max(apart(latent, want) for latent in got) <= BAR
+    assert replays(server) > 0, "the other steps are"
 
 
 def test_a_vae_beside_recordings_gives_its_own_pictures(server: Server) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from .client import Graph
+from .client import Graph, NodeError
 from .comfy import ComfyInstall
 from .graphs import Parallel, with_hooks
 from .latents import apart, latent_of
@@ -134,6 +134,16 @@ def test_hooks_of_a_packs_class_run_in_the_workers(replacing: Server) -> None:
     assert "runs in ComfyUI's process" not in check(replacing, picture)
 
 
+def test_a_hook_that_changes_itself_as_it_is_registered_is_refused_by_name(replacing: Server) -> None:
+    """ComfyUI has registered it by then, and a worker would once more."""
+    graph = unchanged(SPLIT)
+    graph["hook"] = node("CPTest cp_replacing hooks", model=link("model"), grows=True)
+    since = replacing.log_size()
+    with pytest.raises(NodeError, match=r"hooks \(scheduled LoRA\) cannot change weights"):
+        replacing.client.run(with_hooks(graph, link("hook")))
+    assert "Growing.add_hook_patches is called as hooks are registered" in replacing.log(since)
+
+
 def test_a_callback_for_clones_that_cannot_be_sent_keeps_no_loop_in_comfyui(replacing: Server) -> None:
     """ComfyUI clones no MODEL while it samples."""
     assert "runs in ComfyUI's process" not in check(replacing, on_the_model("CPTest cp_replacing clones"))
@@ -155,3 +165,5 @@ def test_code_that_a_node_replaces_in_comfyuis_process_alone_keeps_the_loop_ther
         replacing.client.run(on_the_model("CPTest cp_replacing", what="nothing")(None))
     assert "cp_replacing has not replaced comfy.samplers.sampling_function alike" in log
     assert log.count("runs in ComfyUI's process") == 1
+    log = check(replacing, on_the_model("CPTest cp_replacing", what="nothing"))
+    assert "on 2 worker(s): sampled in" in log, "the node has put it back"

@@ -57,6 +57,7 @@ class ComfyModel(Model):
     replaced_in_place: dict[str, Any] = field(default_factory=dict)  # by `set_attributes`: the values before
     partner: ComfyModel | None = None
     takes_turns: bool = False  # with another network, in one run
+    runs_changed_code: bool = False  # of a pack, which changes it during the run
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,10 +76,16 @@ class ComfyModel(Model):
         return own if self.partner is None else own + self.partner.nonresident_bytes
 
     @cached_property
+    def own_compute_dtype(self) -> torch.dtype | None:
+        """Returns the dtype in which this rank's ComfyUI computes, read before any clone has set another."""
+        dtype: torch.dtype = self.patcher.model.get_dtype_inference()
+        return dtype
+
+    @cached_property
     def common_compute_dtype(self) -> torch.dtype | None:
         """Returns the dtype in which all ranks compute where ComfyUI would choose several, as for a card without
         bfloat16: ranks exchange tensors of one dtype. None where all choose alike. Collective."""
-        local = self.patcher.model.get_dtype_inference()
+        local = self.own_compute_dtype
         ranks = all_gather_int(PRECISIONS.index(local) if local in PRECISIONS else len(PRECISIONS))
         return PRECISIONS[min(ranks)] if len(set(ranks)) > 1 else None
 
@@ -166,6 +173,8 @@ class ComfyModel(Model):
             return "a step cache decides which blocks run"
         if current is not None and (current.hook_patches or current.forced_hooks):
             return "hooks (scheduled LoRA) change weights from step to step"
+        if self.runs_changed_code:
+            return "a pack's code changes it during the run"
         if self.takes_turns:
             return "two MODELs take turns"
         if getattr(self.network, "prefix_cache_enabled", False):
@@ -185,9 +194,10 @@ class ComfyModel(Model):
         made: RankPatcher = self.patcher.clone()
         made.on_progress = on_progress
         made.patches = {key: list(value) for key, value in self.local_patches(self.weight_patches[1]).items()}
-        name = self.spec.compute_dtype
+        name, own = self.spec.compute_dtype, self.own_compute_dtype
         if dtype := getattr(torch, name) if name else self.common_compute_dtype:
             made.set_model_compute_dtype(dtype)
+            made.force_cast_weights = self.spec.force_cast or dtype != own
         made.patches_uuid = uuid.uuid5(uuid.NAMESPACE_OID, f"{self.spec.patches_fingerprint} {self.spec.compute_dtype}")
         return made
 

@@ -18,7 +18,7 @@ from comfy.model_patcher import LowVramPatch, ModelPatcher, get_key_weight, key_
 
 from ...architectures.network_modules import large_layers, weight_bytes
 from ...engine.prefetch import BlockPrefetcher, RankPlacement, offloaded_blocks
-from ...loading.mapped import Backup, Mapped
+from ...loading.mapped import Backup, Mapped, cast, uncast_names
 
 UNLIMITED_BYTES = 1e32
 MERGED_AS_FETCHED = ("weight", "bias")  # of a layer that dynamic VRAM fetches
@@ -180,6 +180,27 @@ class RankPatcher(Mapped):
             yield
         finally:
             handle.remove()
+
+    @contextmanager
+    def casting_as_natively(self) -> Iterator[None]:
+        """Has layers cast their weights at each use, in this context, where ComfyUI has them do so, and nowhere else:
+        those that do call no method of torch's layer, which a pack may have replaced."""
+        changed = []
+        for module in self.model.modules():
+            casts = getattr(module, "comfy_cast_weights", None)
+            as_natively = self.force_cast_weights or self.weight_state.dynamic_vram is not None
+            as_natively = as_natively or getattr(type(module), "comfy_cast_weights", False)
+            if casts is not None and casts != as_natively:
+                changed.append((module, casts, dict(module._parameters)))
+                vars(module)["comfy_cast_weights"] = as_natively
+                for name in [] if as_natively else uncast_names(module):
+                    cast(module, name)
+        try:
+            yield
+        finally:
+            for module, casts, parameters in changed:
+                vars(module)["comfy_cast_weights"] = casts
+                module._parameters.update(parameters)
 
     def model_size(self) -> int:
         """Returns the bytes on the device, or those once loaded. Never 0, which means to ComfyUI that nothing is."""

@@ -4,15 +4,15 @@ ComfyUI's `calc_cond_batch` predicts all branches of guidance in one call. CFG p
 evaluate its own branches, whatever their prompt lengths and areas, and gathers the other groups' predictions. A step
 cache needs them one by one; PipeFusion reads the noise level there.
 
-`Unchanged` finds what a pack's code puts onto a split network meanwhile, in place of its methods or modules: it would
-compute with a part of the tokens.
+`Unchanged` finds what a pack's code puts onto a network meanwhile, in place of its methods or modules: a split one
+would compute with a part of the tokens, and another one may have been recorded without it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -81,9 +81,8 @@ def run(model: ComfyModel, job: SamplingJob, progress: Progress) -> dict[str, An
     wrapper = _control_wrapper(controls, model, batch_coupled=together)
     patcher.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, KEY, wrapper)
     model.load(patchers, controls)
-    splits = model.parallelism.splits_tokens or model.stages is not None
-    unchanged = Unchanged(model.network) if job.packs and splits else None
-    wrapper = _apply_model_wrapper(model, progress, unchanged, batch_coupled=together)
+    unchanged = Unchanged(model.network) if job.packs else None
+    wrapper = _apply_model_wrapper(model, patchers, progress, unchanged, batch_coupled=together)
     patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, wrapper)
     model.clear_kv_cache()
     progress.heartbeat()
@@ -91,6 +90,8 @@ def run(model: ComfyModel, job: SamplingJob, progress: Progress) -> dict[str, An
     in_patches = with_pipefusion(pipefusion, patcher, job.sigmas, warmup_steps) if pipefusion else nullcontext()
     set_random_states(job.random_states, model.device)
     with with_step_cache(model, patcher) as cache, in_patches, patcher.state_dict_of_file(), noise:
+        if unchanged is not None:
+            unchanged.begin()  # with what a step cache has put onto the blocks
         samples = _sample(job, guider, made["sampler"], on_step)
     skipped = cache.counts(shared=not job.batch_coupled) if cache else None
     attributes = made["guider_attributes"]
@@ -135,18 +136,39 @@ def _mask_wrapper(mask: Tensor, device: torch.device) -> Callable[..., Tensor]:
 
 
 def _apply_model_wrapper(
-    model: ComfyModel, progress: Progress, unchanged: Unchanged | None, *, batch_coupled: bool
+    model: ComfyModel,
+    patchers: Sequence[RankPatcher],
+    progress: Progress,
+    unchanged: Unchanged | None,
+    *,
+    batch_coupled: bool,
 ) -> Callable[..., Any]:
-    """Returns an APPLY_MODEL wrapper that reports each evaluation and divides its entries over the batch groups."""
+    """Returns an APPLY_MODEL wrapper that reports each evaluation and divides its entries over the batch groups. Raises
+    Refused for a split network that a pack has changed."""
 
     def apply(executor: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         progress.before_evaluation()
-        if unchanged is not None:
-            unchanged.check()
+        change = unchanged.change() if unchanged is not None else ""
+        if change and (model.parallelism.splits_tokens or model.stages is not None):
+            raise Refused("network.meanwhile", what=change)
         evaluate = partial(entry_by_entry, executor) if model.stages and not batch_coupled else executor
-        return model.data_parallel(evaluate, x.shape[0], x, *args, batch_coupled=batch_coupled, **kwargs)
+        with _running_changed_code(model, patchers) if change else nullcontext():
+            return model.data_parallel(evaluate, x.shape[0], x, *args, batch_coupled=batch_coupled, **kwargs)
 
     return apply
+
+
+@contextmanager
+def _running_changed_code(model: ComfyModel, patchers: Sequence[RankPatcher]) -> Iterator[None]:
+    """Has the networks, in this context, record nothing, and call what ComfyUI's own would."""
+    model.runs_changed_code = True
+    try:
+        with ExitStack() as stack:
+            for patcher in patchers:
+                stack.enter_context(patcher.casting_as_natively())
+            yield
+    finally:
+        model.runs_changed_code = False
 
 
 def _control_wrapper(controls: list[ControlBase], model: ComfyModel, *, batch_coupled: bool) -> Callable[..., Any]:
@@ -324,23 +346,24 @@ def with_pipefusion(pipefusion: PipeFusion, patcher: ModelPatcher, sigmas: Tenso
 
 
 class Unchanged:
-    """What a network's modules, and the code of their classes and of torch's layers, are as a run begins."""
+    """What a network's modules, and the code of their classes and of torch's layers, are as a run begins: `begin`."""
 
     def __init__(self, network: nn.Module) -> None:
-        self._network, self._before, self._code = network, _modules(network), _code_of(network)
+        self._network = network
 
-    def check(self) -> None:
-        """Raises Refused, on every rank alike, for a module that is another one by now, or has other methods."""
+    def begin(self) -> None:
+        self._before, self._code = _modules(self._network), _code_of(self._network)
+
+    def change(self) -> str:
+        """Returns, on every rank alike, a module that is another one by now, or a method; "" where there is none."""
         now = _modules(self._network)
         changed = next((name for name in now if now[name] != self._before.get(name)), None)
         if changed is not None:
-            raise Refused("network.meanwhile", what=changed or type(self._network).__name__)
+            return changed or type(self._network).__name__
         replaced = next(
             (place for place, code in _code_of(self._network).items() if code is not self._code.get(place)), None
         )
-        if replaced is not None:
-            owner, name = replaced
-            raise Refused("network.meanwhile", what=f"{owner.__name__}.{name}")
+        return "" if replaced is None else f"{replaced[0].__name__}.{replaced[1]}"
 
 
 def _modules(network: nn.Module) -> dict[str, Any]:

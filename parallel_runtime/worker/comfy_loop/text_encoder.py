@@ -49,7 +49,7 @@ class Encoder(ComfyModel):
     ranks: list[int]
     owned: OwnedModules
     placement: RankPlacement | None = None
-    common_compute_dtype = None  # the host names the dtype of computation
+    own_compute_dtype = common_compute_dtype = None  # the host names the dtype of computation
 
     @property
     def dim(self) -> MeshDim:

@@ -176,6 +176,10 @@ class Tampered(io.ComfyNode):
             network.double_blocks[0].register_forward_hook(lambda module, args, out: (-out[0], out[1]))
         elif kind == "torch's method":
             patched.set_model_unet_function_wrapper(partial(_with_other_torch, torch.nn.SiLU, "forward"))
+        elif kind == "torch's method at first":
+            patched.set_model_unet_function_wrapper(_with_other_torch_at_first)
+        elif kind == "torch's normalization":
+            patched.set_model_unet_function_wrapper(partial(_with_other_torch, torch.nn.GroupNorm, "forward"))
         elif kind == "torch's attention":
             owner, name = torch.nn.functional, "scaled_dot_product_attention"
             patched.set_model_unet_function_wrapper(partial(_with_other_torch, owner, name))
@@ -247,6 +251,12 @@ def _with_other_torch(owner: Any, name: str, evaluate: Any, args: dict[str, Any]
 
     with patch.object(owner, name, halved):
         return evaluate(args["input"], args["timestep"], **args["c"])
+
+
+def _with_other_torch_at_first(evaluate: Any, args: dict[str, Any]) -> torch.Tensor:
+    if float(args["timestep"][0]) > 0.5:
+        return _with_other_torch(torch.nn.SiLU, "forward", evaluate, args)
+    return _evaluated(evaluate, args)
 
 
 def _evaluated(evaluate: Any, args: dict[str, Any]) -> torch.Tensor:

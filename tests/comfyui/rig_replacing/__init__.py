@@ -111,17 +111,25 @@ class Rising(comfy.hooks.WeightHook):
         return made
 
 
+class Growing(Rising):
+    """A hook that is stronger each time that ComfyUI registers it."""
+
+    def add_hook_patches(self, *args: Any, **kwargs: Any) -> Any:
+        self.factor += 1.0
+        return super().add_hook_patches(*args, **kwargs)
+
+
 class Hooks:
     RETURN_TYPES, FUNCTION, CATEGORY = ("HOOKS",), "make", "cp test"
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        return {"required": {"model": ("MODEL",)}}
+        return {"required": {"model": ("MODEL",)}, "optional": {"grows": ("BOOLEAN", {"default": False})}}
 
-    def make(self, model: Any) -> tuple[Any]:
+    def make(self, model: Any, grows: bool = False) -> tuple[Any]:
         weights = model.model.state_dict()
         key = next(name for name in weights if name.endswith("img_mlp.0.weight"))
-        hook, group = Rising(0.5, 0.0), comfy.hooks.HookGroup()
+        hook, group = (Growing if grows else Rising)(0.5, 0.0), comfy.hooks.HookGroup()
         hook.factor, hook.need_weight_init = 2.0, False
         hook.weights = {key: ("diff", (0.1 * torch.ones_like(weights[key], dtype=torch.float32),))}
         group.add(hook)
