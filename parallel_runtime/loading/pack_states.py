@@ -14,6 +14,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextvars import ContextVar
 from enum import Enum
 from functools import _lru_cache_wrapper, partial
 from inspect import signature
@@ -38,9 +39,11 @@ WRAPPERS = (
     classmethod, staticmethod, MethodType, property, functools.partial, functools.cached_property,
     functools._lru_cache_wrapper, KSAMPLER,
 )  # fmt: skip
+BY_TEXT = {"__dict__", "attrgetter", "getattr", "globals", "hasattr", "vars"}  # what takes names as strings
 WRAPPED = ("__func__", "__self__", "func", "fget", "__wrapped__", "sampler_function", "extra_options")
 Globals = dict[str, dict[str, Any]]  # by module, as the workers know it: values by name
 PARTS: dict[type, Callable[[Any], list[Any]]] = {
+    ContextVar: lambda value: [value.get(None)],
     MethodType: lambda value: [value.__func__, value.__self__],
     partial: lambda value: [value.func, value.args, value.keywords],
     numpy.ndarray: lambda value: [str(value.dtype), value.shape, value.tobytes()],
@@ -72,28 +75,36 @@ def globals_of(code: Iterable[FunctionType | type]) -> Globals:
 
 
 def variables_of(code: Iterable[FunctionType | type]) -> Iterator[tuple[str, str, Any]]:
-    """Yields the global variables that functions of packs name, and the attributes with such names of packs' classes:
-    the module as the workers know it, the (dotted) name, the value."""
+    """Yields the global variables that functions of packs name, and the attributes with such names of packs' classes
+    and functions: the module as the workers know it, the (dotted) name, the value."""
     code = [*code]
     functions = [one for one in code if isinstance(one, FunctionType)]
     read = frozenset[str]().union(*(code_names(function.__code__) for function in functions))
     for function in functions:
         yield from _globals_of(function)
-    for kind in (one for one in code if isinstance(one, type)):
-        if attribute(sys.modules.get(kind.__module__), kind.__qualname__) is kind:
-            module = pack_reference(kind.__module__) or ""
-            yield from ((module, f"{kind.__qualname__}.{name}", vars(kind)[name])
-                        for name in read & vars(kind).keys() if _is_data(name, vars(kind)[name]))  # fmt: skip
+    for one in code:
+        if attribute(sys.modules.get(one.__module__), one.__qualname__) is one:
+            module = pack_reference(one.__module__) or ""
+            yield from ((module, f"{one.__qualname__}.{name}", vars(one)[name])
+                        for name in read & vars(one).keys() if _is_data(name, vars(one)[name]))  # fmt: skip
 
 
 def _globals_of(function: FunctionType) -> Iterator[tuple[str, str, Any]]:
-    """Yields the variables of its module, and of modules of packs that it names."""
+    """Yields the variables of its module, and of modules of packs that it names or imports, and of those in them."""
     names = code_names(function.__code__)
-    values = (function.__globals__.get(name) for name in names)
-    modules = [vars(value) for value in values if isinstance(value, ModuleType)]
-    for variables in (function.__globals__, *modules):
-        if (module := pack_reference(variables.get("__name__", ""))) is not None:
+    package = function.__globals__.get("__package__") or ""
+    homes = [f"{package.rsplit('.', up)[0]}." for up in range(package.count(".") + 1)]  # of relative imports
+    imported = (sys.modules.get(home + name) for home in ("", *homes) for name in names)
+    todo = [function.__globals__, *(vars(module) for module in imported if isinstance(module, ModuleType))]
+    seen = set[int]()
+    while todo:
+        variables = todo.pop()
+        module = None if id(variables) in seen else pack_reference(variables.get("__name__", ""))
+        seen.add(id(variables))
+        if module is not None:
             yield from ((module, name, variables[name]) for name in names & variables.keys())
+            values = (variables[name] for name in names & variables.keys())
+            todo += [vars(value) for value in values if isinstance(value, ModuleType)]
 
 
 def _is_data(name: str, value: Any) -> bool:
@@ -179,7 +190,8 @@ def reached(code: Iterable[Any]) -> Iterator[FunctionType | type]:
 def code_names(code: CodeType) -> frozenset[str]:
     """Returns the names of global variables and attributes in this code and in functions that it defines."""
     inner = (code_names(part) for part in code.co_consts if isinstance(part, CodeType))
-    return frozenset(code.co_names).union(*inner)
+    texts = code.co_consts if BY_TEXT.intersection(code.co_names) else ()
+    return frozenset(code.co_names).union(*inner, (text for text in texts if isinstance(text, str)))
 
 
 def _items(value: Any) -> float:
@@ -242,8 +254,8 @@ def _here(name: str) -> Any:
 
 
 def _is_constant(value: Any, name: str) -> bool:
-    """Is this a class or function under its own name, without anything on it? Those of packs are reached themselves."""
-    plain = isinstance(value, type) or (isinstance(value, FunctionType) and not value.__closure__ and not vars(value))
+    """Is this a class or function under its own name? Those of packs are reached themselves, with what is on them."""
+    plain = isinstance(value, type) or (isinstance(value, FunctionType) and not value.__closure__)
     return plain and value.__name__ == name
 
 

@@ -96,7 +96,17 @@ def test_code_of_every_kind_runs_in_the_workers_of_a_split_network(
 
 @pytest.mark.parametrize(
     "kind",
-    ["namespace_global", "sent_object", "class_attribute", "assigned_function", "loaded_network"],
+    [
+        "namespace_global",
+        "sent_object",
+        "class_attribute",
+        "assigned_function",
+        "loaded_network",
+        "lazily_imported",
+        "in_a_module",
+        "named_by_text",
+        "on_a_function",
+    ],
 )
 def test_code_reads_in_the_workers_what_a_node_has_changed_in_global_objects_and_classes(
     server: Server, kind: str
@@ -112,6 +122,7 @@ def test_code_reads_in_the_workers_what_a_node_has_changed_in_global_objects_and
         ("object_global", "STORE contains a _thread.lock"),
         ("nested_global", "OPTIONS contains a _thread.lock"),
         ("filled_cache", "_drawn contains a functools._lru_cache_wrapper"),
+        ("in_the_context", "CONTEXT contains a _contextvars.ContextVar"),
         ("shared_cache", "_shared contains a functools._lru_cache_wrapper"),
     ],
 )

@@ -6,11 +6,13 @@ from __future__ import annotations
 import logging
 import os
 import random
+import sys
 import threading
 import time
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -21,6 +23,8 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 from comfy.weight_adapter import WeightAdapterBase
 from comfy_extras.nodes_latent import LatentApplyOperationCFG
+
+from . import states
 
 CACHE: dict[str, torch.Tensor] = {}  # a node fills it
 LOCK, DEVICE, LOG = threading.Lock(), torch.device("cpu"), logging.getLogger("cp_test")
@@ -43,6 +47,7 @@ class Store:
 
 STORE, HOLDER, STEADY, CURRENT = Store(), types.SimpleNamespace(gain=1.0), Store(), round
 OPTIONS: dict[str, Any] = {"gain": STORE}
+PACK, MODULE, TEXT, CONTEXT = sys.modules[__package__], sys.modules[__name__], {"gain": 1.0}, ContextVar("CONTEXT")
 NETWORK: Any = None
 
 
@@ -124,6 +129,36 @@ def _object_global(model: ModelPatcher) -> None:
 def _namespace_global(model: ModelPatcher) -> None:
     HOLDER.gain = 0.9
     _post(lambda args: args["denoised"] * HOLDER.gain, model)
+
+
+def _changed_by(read: Callable[[], float], change: Callable[[], None]) -> Callable[[ModelPatcher], None]:
+    def put(model: ModelPatcher) -> None:
+        change()
+        _post(lambda args: args["denoised"] * read(), model)
+
+    return put
+
+
+def _lazily_imported() -> float:
+    from .states import LAZY
+
+    return LAZY["gain"]
+
+
+def _in_a_module() -> float:
+    return PACK.states.DEEP["gain"]
+
+
+def _named_by_text() -> float:
+    return vars(MODULE)["TEXT"]["gain"]
+
+
+def _on_a_function() -> float:
+    return _on_a_function.gain
+
+
+def _in_the_context() -> float:
+    return CONTEXT.get(1.0)
 
 
 def _sent_object(model: ModelPatcher) -> None:
@@ -335,6 +370,11 @@ ON_MODEL: dict[str, Callable[[ModelPatcher], None]] = {
         _assigned_function, _loaded_network, _steady_globals, _slots, _dataclass, _cache, _lru_cache, _pre_cfg,
         _latent_operation, _warped_sampling, _callbacks,
         _weight_adapter, _weight_function, _replaced_attention, _each_head, _process, _slow, _block_patch)},
+    "lazily_imported": _changed_by(_lazily_imported, lambda: states.LAZY.update(gain=0.9)),
+    "in_a_module": _changed_by(_in_a_module, lambda: states.DEEP.update(gain=0.9)),
+    "named_by_text": _changed_by(_named_by_text, lambda: TEXT.update(gain=0.9)),
+    "on_a_function": _changed_by(_on_a_function, lambda: setattr(_on_a_function, "gain", 0.9)),
+    "in_the_context": _changed_by(_in_the_context, lambda: CONTEXT.set(0.9)),
     **{f"{kind} wrapper": _wrapper_of(kind) for kind in (
         WrappersMP.OUTER_SAMPLE, WrappersMP.PREPARE_SAMPLING, WrappersMP.SAMPLER_SAMPLE, WrappersMP.PREDICT_NOISE,
         WrappersMP.CALC_COND_BATCH, WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL)},
