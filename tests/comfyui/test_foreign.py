@@ -208,6 +208,7 @@ def test_a_network_that_a_pack_changes_during_a_run_is_refused_the_degrees_that_
     [
         ("torch's method", r"SiLU\.forward"),
         ("torch's attention", r"torch\.nn\.functional\.scaled_dot_product_attention"),
+        ("torch's attention in the forward", r"torch\.nn\.functional\.scaled_dot_product_attention"),
     ],
 )
 def test_code_of_torchs_that_a_pack_replaces_during_a_run_is_honoured_or_refused(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 from comfy.controlnet import ControlBase
 from comfy.model_patcher import ModelPatcher
 from comfy.nested_tensor import NestedTensor
-from comfy.patcher_extension import WrappersMP
+from comfy.patcher_extension import WrappersMP, get_all_wrappers
 from torch import Tensor, nn
 
 from ...engine.comm.collectives import refuse_on_all_ranks
@@ -82,8 +82,12 @@ def run(model: ComfyModel, job: SamplingJob, progress: Progress) -> dict[str, An
     patcher.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, KEY, wrapper)
     model.load(patchers, controls)
     unchanged = Unchanged(model.network) if job.packs else None
-    wrapper = _apply_model_wrapper(model, patchers, progress, unchanged, batch_coupled=together)
+    watched = partial(_watched, model, patchers, unchanged) if unchanged else nullcontext
+    wrapper = _apply_model_wrapper(model, progress, watched, batch_coupled=together)
     patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, wrapper)
+    inside = WrappersMP.DIFFUSION_MODEL
+    if unchanged and (patcher.get_all_wrappers(inside) or get_all_wrappers(inside, patcher.model_options, True)):
+        patcher.add_wrapper_with_key(inside, KEY, partial(_watched_forward, watched))
     model.clear_kv_cache()
     progress.heartbeat()
     pipefusion, warmup_steps = model.stages and model.stages.pipefusion, model.parallelism.options.warmup_steps
@@ -136,26 +140,33 @@ def _mask_wrapper(mask: Tensor, device: torch.device) -> Callable[..., Tensor]:
 
 
 def _apply_model_wrapper(
-    model: ComfyModel,
-    patchers: Sequence[RankPatcher],
-    progress: Progress,
-    unchanged: Unchanged | None,
-    *,
-    batch_coupled: bool,
+    model: ComfyModel, progress: Progress, watched: Callable[[], AbstractContextManager[Any]], *, batch_coupled: bool
 ) -> Callable[..., Any]:
-    """Returns an APPLY_MODEL wrapper that reports each evaluation and divides its entries over the batch groups. Raises
-    Refused for a split network that a pack has changed."""
+    """Returns an APPLY_MODEL wrapper that reports each evaluation and divides its entries over the batch groups."""
 
     def apply(executor: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         progress.before_evaluation()
-        change = unchanged.change() if unchanged is not None else ""
-        if change and (model.parallelism.splits_tokens or model.stages is not None):
-            raise Refused("network.meanwhile", what=change)
         evaluate = partial(entry_by_entry, executor) if model.stages and not batch_coupled else executor
-        with _running_changed_code(model, patchers) if change else nullcontext():
+        with watched():
             return model.data_parallel(evaluate, x.shape[0], x, *args, batch_coupled=batch_coupled, **kwargs)
 
     return apply
+
+
+@contextmanager
+def _watched(model: ComfyModel, patchers: Sequence[RankPatcher], unchanged: Unchanged) -> Iterator[None]:
+    """Raises Refused for a split network that a pack has changed by now. Has another one run with the change."""
+    change = unchanged.change()
+    if change and (model.parallelism.splits_tokens or model.stages is not None):
+        raise Refused("network.meanwhile", what=change)
+    with _running_changed_code(model, patchers) if change else nullcontext():
+        yield
+
+
+def _watched_forward(watched: Callable[[], AbstractContextManager[Any]], executor: Any, *args: Any, **kw: Any) -> Any:
+    """A DIFFUSION_MODEL wrapper inside those of packs, which may replace code for the time of the forward."""
+    with watched():
+        return executor(*args, **kw)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import torch
 from comfy.ldm.flux.controlnet import ControlNetFlux
 from comfy.ldm.modules.attention import attention_split
 from comfy.model_patcher import ModelPatcher
-from comfy.patcher_extension import add_wrapper
+from comfy.patcher_extension import WrappersMP, add_wrapper
 from comfy_api.latest import io
 
 CATEGORY = "cp test"
@@ -174,15 +174,10 @@ class Tampered(io.ComfyNode):
             network.double_blocks[1].comfy_attention = ComfyAttention()
         elif kind == "hook":
             network.double_blocks[0].register_forward_hook(lambda module, args, out: (-out[0], out[1]))
-        elif kind == "torch's method":
-            patched.set_model_unet_function_wrapper(partial(_with_other_torch, torch.nn.SiLU, "forward"))
-        elif kind == "torch's method at first":
-            patched.set_model_unet_function_wrapper(_with_other_torch_at_first)
-        elif kind == "torch's normalization":
-            patched.set_model_unet_function_wrapper(partial(_with_other_torch, torch.nn.GroupNorm, "forward"))
-        elif kind == "torch's attention":
-            owner, name = torch.nn.functional, "scaled_dot_product_attention"
-            patched.set_model_unet_function_wrapper(partial(_with_other_torch, owner, name))
+        elif kind in DURING:
+            patched.set_model_unet_function_wrapper(DURING[kind])
+        elif kind == "torch's attention in the forward":
+            patched.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "cp_test", _with_other_attention)
         elif kind in IN_PLACE:
             IN_PLACE[kind](patched.model)
         else:
@@ -253,6 +248,11 @@ def _with_other_torch(owner: Any, name: str, evaluate: Any, args: dict[str, Any]
         return evaluate(args["input"], args["timestep"], **args["c"])
 
 
+def _with_other_attention(executor: Any, *args: Any, **kwargs: Any) -> Any:
+    owner, name = torch.nn.functional, "scaled_dot_product_attention"
+    return _with_other_torch(owner, name, lambda *_: executor(*args, **kwargs), {"input": 0, "timestep": 0, "c": {}})
+
+
 def _with_other_torch_at_first(evaluate: Any, args: dict[str, Any]) -> torch.Tensor:
     if float(args["timestep"][0]) > 0.5:
         return _with_other_torch(torch.nn.SiLU, "forward", evaluate, args)
@@ -293,3 +293,11 @@ def _other_masks(
 
 def _leave_alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: object) -> dict[str, torch.Tensor]:
     return {"q": q, "k": k, "v": v}
+
+
+DURING: dict[str, Callable[..., torch.Tensor]] = {  # what replaces code of torch's while an evaluation runs
+    "torch's method": partial(_with_other_torch, torch.nn.SiLU, "forward"),
+    "torch's method at first": _with_other_torch_at_first,
+    "torch's normalization": partial(_with_other_torch, torch.nn.GroupNorm, "forward"),
+    "torch's attention": partial(_with_other_torch, torch.nn.functional, "scaled_dot_product_attention"),
+}
