@@ -18,7 +18,10 @@ import pytest
 SWEEP = "CP_TEST_SWEEP"
 DAY = "CP_TEST_DAY"  # the number of the day whose part of the cases runs; otherwise today's
 TESTS = Path(__file__).parent
-SLOW = "architectures", "browser", "comfyui", "engine", "for_diffusers", "group", "machines", "planning", "rows"
+SLOW = (
+    "architectures", "bench", "browser", "comfyui", "commands", "demo", "engine", "for_diffusers", "group", "machines",
+    "planning", "rows",
+)  # fmt: skip
 DAYS = (
     "CP_TEST_DAYS"  # in so many days every case of SLOW folders has run; ./tests/run sets it, as all take half an hour
 )
