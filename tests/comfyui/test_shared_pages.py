@@ -89,6 +89,7 @@ def test_weights_in_main_memory_are_there_once_for_three_workers(server: Server,
     graph = graph_of(path.name, "CPSampler", in_main_memory)
     if lora:
         with_loras(graph, [("of_large.safetensors", 0.7)])
+    server.client.post("/cp/restart")  # fresh workers hold nothing of other tests that a new model would push out
     server.client.run(sampling_graph(JOB, "CPSampler", in_main_memory))
     before = written_bytes(server)
     server.client.run(graph)
