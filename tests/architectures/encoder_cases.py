@@ -22,6 +22,7 @@ from ..zoo.tiny import normal, seed
 from .weight_cases import CPU, PoisonedBuffers
 
 importlib.import_module("comfy.sd1_clip")  # takes long, and no case is to wait for it
+importlib.import_module("comfy.text_encoders.t5")  # ComfyUI's ByT5 uses it as if somebody had imported it
 
 FULL_SIZE = {"clip_l": {}, "t5base": {}}
 NAMES = ("tiny", "clip_g", "t5xxl", "mt5xl", "hydit_clip", "llama")  # by which classes look for a config
