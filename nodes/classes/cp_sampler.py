@@ -27,6 +27,11 @@ CP_CONFIG_INPUT = CPConfig.Input(
     optional=True,
     tooltip="How to divide the work. Unconnected: the default devices, degrees chosen for the model.",
 )
+WORKERS_INPUT = CPConfig.Input(
+    "cp_config",
+    optional=True,
+    tooltip="Which workers. Unconnected: the ones that a CP sampler has started, else the default devices.",
+)
 TOOLTIPS = {  # for inputs and outputs to which neither the native node nor KSampler gives a tooltip
     "add_noise": "Off, or disable, if the latent has its noise already: from a sampler of earlier steps.",
     "noise_seed": "The random seed used for creating the noise.",

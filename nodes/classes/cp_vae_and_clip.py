@@ -27,7 +27,7 @@ from ..remote.comfy_memory import CPU, WeightlessPatcher, WorkerModel
 from ..remote.remote_encoder import EncoderPatcher, RemoteEncoder, copy_state
 from ..remote.remote_vae import InWorkers, RemoteVAE, in_workers, placement_for, warn
 from ..server.settings import refresh, request_from
-from .cp_sampler import CATEGORY, CPConfig
+from .cp_sampler import CATEGORY, WORKERS_INPUT
 
 OPTIONS = ("apply_hooks_to_conds", "layer_idx", "tokenizer", "tokenizer_options", "use_clip_schedule")  # of a CLIP
 
@@ -44,12 +44,7 @@ class CPVAE(io.ComfyNode):
             search_aliases=["vae decode", "vae encode", "multi gpu", "parallel vae", "tiled vae", "context parallel"],
             inputs=[
                 io.Vae.Input("vae", tooltip="From Load VAE or Load Checkpoint."),
-                CPConfig.Input(
-                    "cp_config",
-                    optional=True,
-                    tooltip="Which workers. Unconnected: the ones that a CP sampler has started, else the default "
-                    "devices.",
-                ),
+                WORKERS_INPUT,
             ],
             outputs=[io.Vae.Output(tooltip="For every node that takes a VAE.")],
         )
@@ -144,11 +139,7 @@ class CPCLIP(io.ComfyNode):
             search_aliases=["clip text encode", "text encoder", "multi gpu", "t5", "qwen", "context parallel"],
             inputs=[
                 io.Clip.Input("clip", tooltip="From Load CLIP, DualCLIPLoader or Load Checkpoint."),
-                CPConfig.Input(
-                    "cp_config",
-                    optional=True,
-                    tooltip="Which workers. Unconnected: the ones that a CP sampler has started, else every GPU.",
-                ),
+                WORKERS_INPUT,
             ],
             outputs=[io.Clip.Output(tooltip="For every node that takes a CLIP.")],
         )

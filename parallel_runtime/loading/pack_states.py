@@ -7,7 +7,6 @@ process has them so, too, none is sent; one that differs is sent, if it can be.
 
 from __future__ import annotations
 
-import functools
 import os
 import random
 import sys
@@ -16,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextvars import ContextVar
 from enum import Enum
-from functools import _lru_cache_wrapper, partial
+from functools import _lru_cache_wrapper, cache, cached_property, partial
 from inspect import signature
 from itertools import chain, islice
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -36,8 +35,7 @@ from .kinds import attributes_of
 SENT = bool | int | float | str | torch.Tensor | torch.dtype | torch.device | None
 MOST_ITEMS = 2000  # of a list or dict, with all in it: larger ones are tables that nothing sets
 WRAPPERS = (
-    classmethod, staticmethod, MethodType, property, functools.partial, functools.cached_property,
-    functools._lru_cache_wrapper, KSAMPLER,
+    classmethod, staticmethod, MethodType, property, partial, cached_property, _lru_cache_wrapper, KSAMPLER
 )  # fmt: skip
 BY_TEXT = {"__dict__", "attrgetter", "getattr", "globals", "hasattr", "vars"}  # what takes names as strings
 WRAPPED = ("__func__", "__self__", "func", "fget", "__wrapped__", "sampler_function", "extra_options")
@@ -102,9 +100,9 @@ def _globals_of(function: FunctionType) -> Iterator[tuple[str, str, Any]]:
         module = None if id(variables) in seen else pack_reference(variables.get("__name__", ""))
         seen.add(id(variables))
         if module is not None:
-            yield from ((module, name, variables[name]) for name in names & variables.keys())
-            values = (variables[name] for name in names & variables.keys())
-            todo += [vars(value) for value in values if isinstance(value, ModuleType)]
+            named = {name: variables[name] for name in names & variables.keys()}
+            yield from ((module, name, value) for name, value in named.items())
+            todo += [vars(value) for value in named.values() if isinstance(value, ModuleType)]
 
 
 def _is_data(name: str, value: Any) -> bool:
@@ -177,8 +175,7 @@ def reached(code: Iterable[Any]) -> Iterator[FunctionType | type]:
             todo += [value.__wrapped__] if isinstance(value, FunctionType) and hasattr(value, "__wrapped__") else []
         elif isinstance(value, FunctionType):
             yield value
-            cells = (cell.cell_contents for cell in value.__closure__ or () if cell != CellType())
-            todo += [*cells, *(part for _, _, part in _globals_of(value))]
+            todo += [*_closure_values(value), *(part for _, _, part in _globals_of(value))]
         elif isinstance(value, type):
             yield value
             todo += [part for base in value.__mro__ for part in vars(base).values()]
@@ -186,7 +183,12 @@ def reached(code: Iterable[Any]) -> Iterator[FunctionType | type]:
             todo += [type(value), *getattr(value, "__dict__", {}).values()]
 
 
-@functools.cache
+def _closure_values(function: FunctionType) -> list[Any]:
+    """Returns the variables of the function around it that a function uses, but for those not assigned yet."""
+    return [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
+
+
+@cache
 def code_names(code: CodeType) -> frozenset[str]:
     """Returns the names of global variables and attributes in this code and in functions that it defines."""
     inner = (code_names(part) for part in code.co_consts if isinstance(part, CodeType))
@@ -216,7 +218,7 @@ def objects_of(code: Iterable[FunctionType | type]) -> dict[str, Any]:
 def check_states(wanted: dict[str, str]) -> dict[str, str]:
     """Returns these states of this worker. Raises Refused with the names of those that have been others from the first
     than they are in ComfyUI's process now."""
-    now = {name: state(_here(name)) for name in wanted}
+    now = {name: state(_variable_at(name)) for name in wanted}
     if other := [name for name in wanted if _first.setdefault(name, now[name]) != wanted[name]]:
         raise _differ(other)
     return now
@@ -224,7 +226,7 @@ def check_states(wanted: dict[str, str]) -> dict[str, str]:
 
 def changed_states(before: dict[str, str]) -> list[str]:
     """Says which of these a run has changed here, where ComfyUI's process does not see it."""
-    changed = [name for name, was in before.items() if state(_here(name)) != was]
+    changed = [name for name, was in before.items() if state(_variable_at(name)) != was]
     return [str(_differ(changed))] if changed else []
 
 
@@ -248,7 +250,8 @@ def _differ(names: list[str]) -> Refused:
     return Refused("pack.state", pack=pack.rpartition("@")[0], name=", ".join(map(short, names)))
 
 
-def _here(name: str) -> Any:
+def _variable_at(name: str) -> Any:
+    """Returns the variable of this process at `module:name`."""
     module, _, path = name.partition(":")
     return variable(module, path)
 
@@ -306,8 +309,7 @@ def _inside(value: Any) -> Iterable[Any]:
     if isinstance(value, type | ModelPatcher) or (is_comfyui(value) and isinstance(value, nn.Module)):
         return ()
     if isinstance(value, FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
-        return [value.__defaults__, value.__kwdefaults__, *cells, *vars(value).items()]
+        return [value.__defaults__, value.__kwdefaults__, *_closure_values(value), *vars(value).items()]
     if isinstance(value, _lru_cache_wrapper):
         return _kept(value)
     for kind, parts in PARTS.items():

@@ -171,15 +171,15 @@ def _watched_forward(watched: Callable[[], AbstractContextManager[Any]], executo
 
 @contextmanager
 def _running_changed_code(model: ComfyModel, patchers: Sequence[RankPatcher]) -> Iterator[None]:
-    """Has the networks, in this context, record nothing, and call what ComfyUI's own would."""
-    model.runs_changed_code = True
+    """Has the networks, in this context, record nothing, and call what ComfyUI's own would. May be nested."""
+    before, model.runs_changed_code = model.runs_changed_code, True
     try:
         with ExitStack() as stack:
             for patcher in patchers:
                 stack.enter_context(patcher.casting_as_natively())
             yield
     finally:
-        model.runs_changed_code = False
+        model.runs_changed_code = before
 
 
 def _control_wrapper(controls: list[ControlBase], model: ComfyModel, *, batch_coupled: bool) -> Callable[..., Any]:

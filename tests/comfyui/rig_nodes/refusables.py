@@ -239,18 +239,23 @@ def _tampering(network: Any, evaluate: Any, args: dict[str, Any]) -> torch.Tenso
 
 def _with_other_torch(owner: Any, name: str, evaluate: Any, args: dict[str, Any]) -> torch.Tensor:
     """As AnimateDiff-Evolved replaces torch's GroupNorm for the time of a run."""
+    with _halving(owner, name):
+        return _evaluated(evaluate, args)
+
+
+def _with_other_attention(executor: Any, *args: Any, **kwargs: Any) -> Any:
+    with _halving(torch.nn.functional, "scaled_dot_product_attention"):
+        return executor(*args, **kwargs)
+
+
+def _halving(owner: Any, name: str) -> Any:
+    """Replaces a function of torch's, in this context, with one that returns half of it."""
     original = getattr(owner, name)
 
     def halved(*given: Any, **named: Any) -> Any:
         return original(*given, **named) / 2
 
-    with patch.object(owner, name, halved):
-        return evaluate(args["input"], args["timestep"], **args["c"])
-
-
-def _with_other_attention(executor: Any, *args: Any, **kwargs: Any) -> Any:
-    owner, name = torch.nn.functional, "scaled_dot_product_attention"
-    return _with_other_torch(owner, name, lambda *_: executor(*args, **kwargs), {"input": 0, "timestep": 0, "c": {}})
+    return patch.object(owner, name, halved)
 
 
 def _with_other_torch_at_first(evaluate: Any, args: dict[str, Any]) -> torch.Tensor:
