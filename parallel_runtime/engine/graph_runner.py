@@ -31,6 +31,7 @@ WARMUP_EVALUATIONS = 2  # eager ones before the choice: the first does not show 
 MAX_GROWTH = 1.25  # of a call's inputs to those of kept recordings, up to which it is recorded without a trial
 MAX_UNREPLAYED = 2  # recordings without a trial that nobody has called again: inputs may differ in every step
 MIN_LAUNCH_FRACTION = 0.7  # of an evaluation's time: where launches take more of it, a recording pays
+MAX_RECORDED_SECONDS = 20.0  # of an evaluation: a replay does not show that the device gets on, and the host waits
 MAX_REPLAY_RATIO = 1.05  # of a replay's time to an evaluation's: a slower replay is not worth its memory
 SMALL_ELEMENTS = 1024  # CPU tensors up to this size are compared by value, and may have any alignment
 LINE_BYTES = 64  # kernels are chosen by an address's offset in a line of this size
@@ -38,6 +39,7 @@ CONSTANT_TYPES = (
     int, float, bool, str, complex, type(None), torch.dtype, torch.device, torch.layout, Enum, BackendOverride
 )  # fmt: skip
 NO_GAIN = "nothing to gain, the GPU computes longer than the CPU launches"
+TOO_LONG = f"an evaluation takes more than {MAX_RECORDED_SECONDS:.0f} s"
 SLOWER = "a replay of it took longer than the evaluation itself"
 
 
@@ -158,11 +160,11 @@ class _Trial:
     events: tuple[DeviceEvent, DeviceEvent] | None = None
 
     @property
-    def launch_fraction(self) -> float:
-        """Returns the fraction of the evaluation's time that the host took to launch it."""
+    def seconds(self) -> float:
+        """Waits until the device is through, and returns how long it took."""
         assert self.events is not None
         self.events[1].synchronize()
-        return self.launch_seconds / max(seconds_between(*self.events), 1e-9)
+        return max(seconds_between(*self.events), 1e-9)
 
 
 @dataclass(eq=False)
@@ -225,8 +227,10 @@ class GraphRunner:
             self._unreplayed.add(call.key)
         elif trial.evaluations < self._warmup_evaluations:
             return self._timed(trial, args, kwargs)
-        elif self.choice != "on" and not self.any_rank(trial.launch_fraction > MIN_LAUNCH_FRACTION):
+        elif self.choice != "on" and not self.any_rank(trial.launch_seconds > MIN_LAUNCH_FRACTION * trial.seconds):
             return self._stay_eager(call, NO_GAIN, self._run_eager(args, kwargs))
+        elif self.choice == "on" and self.any_rank(trial.seconds > MAX_RECORDED_SECONDS):
+            return self._stay_eager(call, TOO_LONG, self._run_eager(args, kwargs))
         else:
             self._unreplayed.clear()  # calls come again
         if not self._evict_for(call.key):

@@ -16,7 +16,7 @@ from ..architectures.row_plan import RowPlan
 from ..engine.attention.attention_override import backend_override
 from ..engine.comm.collectives import all_to_all, any_rank, refuse_on_all_ranks
 from ..engine.comm.mesh import ContextMesh, GroupState, MeshDim, build_mesh, end_groups, with_new_group
-from ..engine.comm.ranks import BlockCounter, can_allocate, empty_cache, event_factory
+from ..engine.comm.ranks import BlockCounter, can_allocate, empty_cache
 from ..engine.cuda_graphs import compile_blocks
 from ..engine.graph_runner import GraphRunner
 from ..engine.parallelize import parallelize, unparallelize
@@ -188,7 +188,7 @@ class Models:
 
     def __init__(self, device: torch.device, loaders: Mapping[type, Load]) -> None:
         self.group_state = GroupState()
-        self.block_counter = BlockCounter(event_factory(device))
+        self.block_counter = BlockCounter(device)
         self._device = device
         self._loaders = loaders
         self._models: dict[ModelSpec, Model] = {}

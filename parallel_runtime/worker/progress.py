@@ -92,7 +92,7 @@ class Progress:
 
     @contextmanager
     def reporting_blocks(self, blocks: BlockCounter) -> Iterator[None]:
-        """Sends a heartbeat in each HEARTBEAT_SECONDS of this context, which says whether the device has ended a
+        """Sends a heartbeat in each HEARTBEAT_SECONDS of this context, which says whether the device has computed a
         block."""
         over = threading.Event()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
 import time
@@ -12,7 +13,7 @@ from torch import nn
 
 from parallel_runtime.engine.comm.collectives import Pending
 from parallel_runtime.engine.comm.mesh import GroupState
-from parallel_runtime.engine.comm.ranks import BlockCounter, HostEvent, LaunchThrottle
+from parallel_runtime.engine.comm.ranks import NOTED_BLOCKS, BlockCounter, HostEvent, LaunchThrottle
 from parallel_runtime.wire.channel import Channel
 from parallel_runtime.wire.messages import Cancel, Readings
 from parallel_runtime.worker.progress import Cancelled, Progress
@@ -157,16 +158,49 @@ def test_how_long_a_device_computed_is_a_step_without_the_transfers_it_stood_sti
     assert readings.waited_seconds == (None if replayed else pytest.approx(0.06, abs=0.02)), "what the panel shows"
 
 
-def test_blocks_count_when_the_device_has_computed_them_and_not_when_they_were_launched() -> None:
-    device, network = Device(), nn.ModuleDict({"blocks": nn.ModuleList([nn.Sequential(nn.Identity()), nn.Identity()])})
-    blocks = BlockCounter(device.now)
+def with_blocks(count: int) -> nn.ModuleDict:
+    return nn.ModuleDict({"blocks": nn.ModuleList(nn.Sequential(nn.Identity()) for _ in range(count))})
+
+
+@pytest.mark.parametrize("count", [1, 15, 16, 17, 57, 100])
+def test_a_network_of_any_depth_advances_some_sixteen_times_in_an_evaluation(count: int) -> None:
+    network, blocks, advanced = with_blocks(count), BlockCounter(torch.device("cpu")), 0
     blocks.watch(network)
+    with torch.inference_mode():
+        for block in network["blocks"]:
+            block(torch.zeros(1))
+            advanced += blocks.have_advanced()
+    assert min(count, NOTED_BLOCKS) <= advanced < 2 * NOTED_BLOCKS
+    assert not blocks.have_advanced(), "nothing was computed since"
+
+
+@pytest.mark.gpu
+def test_a_gpu_that_computes_for_long_advances_while_another_thread_waits_in_the_driver() -> None:
+    """To pin memory waits for all work launched before it, and other calls of CUDA wait with it."""
+    device = torch.device("cuda")
+    a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) / 128
+    network, blocks, over, seen = with_blocks(8), BlockCounter(device), threading.Event(), []
+    blocks.watch(network)
+
+    def report() -> None:
+        while not over.wait(0.1):
+            seen.append((time.monotonic(), blocks.have_advanced()))
+
+    thread = threading.Thread(target=report)
+    begun, end = (torch.Event(device=device, enable_timing=True) for _ in range(2))
+    begun.record()
     for block in network["blocks"]:
-        device.launch(EVALUATION)
-        block(torch.zeros(1))
-    assert not blocks.have_advanced(), "both are launched, neither has ended"
-    time.sleep(EVALUATION + 0.01)
-    assert blocks.have_advanced()
-    assert not blocks.have_advanced(), "the second one has not ended"
-    time.sleep(EVALUATION + 0.01)
-    assert blocks.have_advanced()
+        for _ in range(400):
+            a = a @ a / 64
+        block(a)
+    end.record()
+    launched = time.monotonic()
+    thread.start()
+    torch.empty(1 << 20, pin_memory=True)
+    end.synchronize()
+    over.set()
+    thread.join()
+    assert begun.elapsed_time(end) > 500, "too short to show anything"
+    assert sum(advanced for _, advanced in seen) >= 4
+    gaps = [after - before for before, after in itertools.pairwise([launched, *(at for at, _ in seen)])]
+    assert max(gaps) < 0.5, "the thread was kept waiting"

@@ -15,7 +15,7 @@ from parallel_runtime.engine import graph_runner
 from parallel_runtime.engine.attention.attention_override import backend_override
 from parallel_runtime.engine.comm.mesh import ContextMesh, MeshDim
 from parallel_runtime.engine.comm.ranks import CommTimer, HostEvent
-from parallel_runtime.engine.graph_runner import NO_GAIN
+from parallel_runtime.engine.graph_runner import NO_GAIN, TOO_LONG
 from parallel_runtime.specs import ModelSpec
 from parallel_runtime.worker.models import Model
 
@@ -86,12 +86,12 @@ def test_a_failure_of_another_rank_keeps_this_one_eager_too() -> None:
 
     def agree(flag: bool) -> bool:
         votes.append(flag)
-        return True
+        return len(votes) > 1  # the first one is about an evaluation that takes too long
 
     runner = made(net, any_rank=agree)
     for seed in range(4):
         assert torch.equal(net(*inputs(seed)), eagerly(net, *inputs(seed)))
-    assert votes == [False], "asked once, and never again for this call"
+    assert votes == [False, False], "asked once, and never again for this call"
     assert (runner.stats.keys, runner.stats.eager) == (0, ("another worker could not record it",))
 
 
@@ -207,6 +207,17 @@ def test_auto_records_what_the_host_leads_and_asks_all(seconds: float, keys: int
     assert runner.stats.keys == keys
     assert asked[0] == bool(keys)
     assert runner.stats.eager == (() if keys else (NO_GAIN,))
+
+
+@pytest.mark.parametrize(("seconds", "keys"), [(19.0, 1), (21.0, 0)])
+def test_an_evaluation_that_takes_long_is_not_recorded_though_asked_for(seconds: float, keys: int) -> None:
+    """The host would take a replay of minutes for a rank that hangs."""
+    net = Net()
+    runner = made(net)
+    runner._now = Clock(seconds)
+    for seed in range(5):
+        assert torch.equal(net(*inputs(seed)), eagerly(net, *inputs(seed)))
+    assert (runner.stats.keys, runner.stats.eager) == (keys, () if keys else (TOO_LONG,))
 
 
 def test_no_transfer_is_timed_in_the_evaluation_whose_time_decides() -> None:

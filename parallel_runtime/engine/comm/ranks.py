@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -214,32 +213,40 @@ class LaunchThrottle:
         self._start = event
 
 
-class BlockCounter:
-    """Notes when the device has computed a block of a network, whatever the host waits for meanwhile: an evaluation may
-    take minutes, and only this tells it from one that hangs."""
+NOTED_BLOCKS = 16  # of an evaluation: each is a small copy, and even slow devices end one within the stall limit
 
-    def __init__(self, make_event: EventFactory) -> None:
-        self._make_event = make_event
-        self._launched: deque[DeviceEvent] = deque()
+
+class BlockCounter:
+    """Counts blocks of a network as the device computes them, whatever the host waits for meanwhile: an evaluation may
+    take minutes, and only this tells it from one that hangs.
+
+    The device itself copies its count to main memory. To ask its driver would have to wait while another thread's call
+    does, such as one that pins memory and returns when all work launched before it has ended.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._computed = torch.zeros(1, dtype=torch.int64, device=device)
+        self._arrived = self._computed if device.type == "cpu" else torch.zeros(1, dtype=torch.int64, pin_memory=True)
+        self._seen = 0
 
     def watch(self, network: nn.Module) -> None:
-        """Counts the blocks of every later forward."""
-        for block in outermost_blocks(network):
-            block.register_forward_hook(self._note)
+        """Counts blocks of every later forward, up to NOTED_BLOCKS in equal distances, or all."""
+        blocks = list(outermost_blocks(network))
+        for block in blocks[:: max(1, len(blocks) // NOTED_BLOCKS)]:
+            block.register_forward_hook(self._count)
 
     def have_advanced(self) -> bool:
-        """Returns whether the device has ended a block since the last call. May be called on another thread."""
-        advanced = False
-        while self._launched and self._launched[0].query():
-            self._launched.popleft()
-            advanced = True
-        return advanced
+        """Returns whether the device has computed a block since the last call. May be called on another thread."""
+        before, self._seen = self._seen, int(self._arrived[0])
+        return self._seen != before
 
-    def _note(self, *_: Any) -> None:
-        # An event inside a compiled or captured forward would become a part of it.
+    def _count(self, *_: Any) -> None:
+        # A copy inside a compiled or captured forward would become a part of it.
         if torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             return
-        self._launched.append(self._make_event())
+        self._computed.add_(1)
+        if self._arrived is not self._computed:
+            self._arrived.copy_(self._computed, non_blocking=True)
 
 
 CGROUP = Path("/sys/fs/cgroup")  # of this container, where it is one
