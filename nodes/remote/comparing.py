@@ -45,11 +45,12 @@ Callback = Callable[[int, Any, Any, int], None]
 class Difference:
     """How far apart the two results of a step are, the latent and what the network made of it, in standard deviations
     of the native one. `moved` is how far one unit in the last place of `dtype` moves the native result, where it was
-    looked for."""
+    looked for; `approximate`, whether the run on the workers was asked to be."""
 
     most: float
     mean: float
     dtype: str
+    approximate: bool
     moved: float | None = None
 
     @property
@@ -64,6 +65,8 @@ class Difference:
         bar = say("compare.bar" if self.bar == BAR else "compare.bar.moved", bar=f"{self.bar:.1e}", dtype=self.dtype)
         if self.most <= self.bar:
             return Row("Compare", (say("compare.equal", **values), bar))
+        if self.approximate:
+            return Row("Compare", say("compare.approximate", **values), "note")
         return Row("Compare", (say("compare.unequal", **values), bar), "trouble")
 
 
@@ -166,6 +169,7 @@ def compared(
     *,
     steps: int,
     dtype: torch.dtype,
+    approximate: bool,
 ) -> Tensor:
     """Samples the first steps on the workers and natively, notes how far apart they are, and returns the native latent.
     Both get the same noise, random numbers and guider."""
@@ -185,7 +189,7 @@ def compared(
 
     workers = sampled(on_workers)
     native = sampled(natively, call.callback)
-    found = Difference(*_apart(workers, native), str(dtype).removeprefix("torch."))
+    found = Difference(*_apart(workers, native), str(dtype).removeprefix("torch."), approximate)
     if not found.most <= BAR:
         moved, _ = _apart(sampled(natively, eps=torch.finfo(dtype).eps), native)
         found = replace(found, moved=moved)

@@ -241,6 +241,7 @@ class RemoteSampling:
             lambda call: self._sample(guider, call, natively),
             steps=max(LEAST_STEPS, options.warmup_steps + 1) if options.token_patches > 1 else 1,
             dtype=getattr(torch, computed) if computed else guider.model_patcher.model.get_dtype_inference(),
+            approximate=options.approximate,
         )
 
     def _sample(

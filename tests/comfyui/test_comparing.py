@@ -20,7 +20,7 @@ from .test_foreign import FLUX, WAN, Picture, hooked, on_the_model, plain, with_
 from .test_kin import ALGORITHMS, GUIDERS, custom, link, node, on_the_loader
 from .test_packs import SPLIT, behind_cp_model, code, code_on_a_unet
 
-LINE = re.compile(r"Compare: (?P<node>.+?): (?P<verdict>equal to rounding|NOT equal|no proof|no step)")
+LINE = re.compile(r"Compare: (?P<node>.+?): (?P<verdict>equal to rounding|NOT equal|approximate|no proof|no step)")
 
 
 def comparing(graph: Graph) -> Graph:
@@ -90,6 +90,13 @@ def test_a_unet_is_equal_to_rounding(server: Server) -> None:
 def test_a_patch_that_does_something_else_in_a_worker_is_not_equal(server: Server, picture: Picture) -> None:
     text = compare(server, picture(SPLIT))
     assert [verdict for _, verdict in verdicts(text)] == ["NOT equal"], text
+
+
+def test_an_approximate_run_is_said_to_be_one_with_how_far_apart_it_is(server: Server) -> None:
+    graph = plain(FLUX, SPLIT)
+    graph["config"]["inputs"]["comm_dtype"] = "float8_e4m3fn"
+    text = compare(server, graph)
+    assert [verdict for _, verdict in verdicts(text)] == ["approximate"], text
 
 
 def test_in_half_precision_the_bar_is_what_one_unit_in_the_last_place_does(server: Server) -> None:

@@ -103,7 +103,9 @@ class RecordedNetwork:
         before = self._model.graph_runner.stats.replays
         self._sampled(self._model.network, 1)
         trials = [trial for trial in self._model.graph_runner._trials.values() if trial.events]
-        launched = f"{trials[0].launch_fraction:.0%} of an evaluation is its launch; " if trials else ""
+        launched = (
+            f"{trials[0].launch_seconds / trials[0].seconds:.0%} of an evaluation is its launch; " if trials else ""
+        )
         error = mean_error(self._sampled(self._model.network), self._expected)
         stats = self._model.graph_runner.stats
         decided = (
