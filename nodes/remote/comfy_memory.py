@@ -243,6 +243,24 @@ def _now_free_bytes(device: torch.device, group: WorkerGroup | None) -> int:
     return int(comfy.model_management.get_free_memory(device))
 
 
+def make_room(patcher: WorkerModelPatcher, workspace_bytes: int) -> None:
+    """Lists a model of the workers as loaded, after ComfyUI has freed its device for it and `workspace_bytes`. Where
+    only workers are on that device ComfyUI has nothing to free, and would open a CUDA context to find that out."""
+    loaded, own = comfy.model_management.current_loaded_models, comfy.model_management.get_torch_device()
+    here = [one for one in loaded if one.device == patcher.load_device]
+    if patcher.load_device == own or not all(isinstance(one.model, WorkerModelPatcher) for one in here):
+        comfy.model_management.load_models_gpu([patcher], memory_required=workspace_bytes)
+        return
+    listed = next((one for one in here if one.model is patcher), None)
+    if listed is None:
+        listed = comfy.model_management.LoadedModel(patcher)
+        listed.model_load()
+    else:
+        loaded.remove(listed)
+        patcher.partially_load(patcher.load_device)
+    loaded.insert(0, listed)
+
+
 def unload_comfyui_models(devices: Collection[str], protected: Sequence[ModelPatcher]) -> None:
     """Has ComfyUI unload all models but `protected` from these devices, and frees the memory of dead models."""
     loaded = comfy.model_management.current_loaded_models

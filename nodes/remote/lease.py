@@ -32,7 +32,7 @@ from ...parallel_runtime.planning.work_shares import are_automatic
 from ...parallel_runtime.request import AfterSampling, ParallelRequest
 from ...parallel_runtime.specs import ModelSpec, Placement
 from ..describe.host import comfy_setup
-from .comfy_memory import LIMIT, GroupModel, capacity_for, sum_by_device, unload_comfyui_models, user_limits
+from .comfy_memory import LIMIT, GroupModel, capacity_for, make_room, sum_by_device, unload_comfyui_models, user_limits
 
 log = logging.getLogger(__name__)
 
@@ -233,7 +233,7 @@ class Lease:
         each = zip(workspace, graph_bytes or [0] * len(workspace), strict=True)
         workspace = [max(0, size - recorded) for size, recorded in each]
         for patcher, size in zip(patchers, sum_by_device(placement, workspace).values(), strict=True):
-            comfy.model_management.load_models_gpu([patcher], memory_required=size)
+            make_room(patcher, size)
         if not self.spec.kind and not self.spec.text_encoder:
             self.group.connect(plan.degrees, sharded=plan.sharded, watch=check_interrupt)
         if placement.devices[0] == "cpu" and not limits:

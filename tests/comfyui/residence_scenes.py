@@ -13,6 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from ..groups import faulty, flux_job, wait_until, workers_of
 from ..zoo.checkpoints import write
 from .pack import node_module, pack_module
@@ -139,6 +141,31 @@ def free_on_gpus_of_workers(rank: int, world: int) -> tuple[list[int], list[int 
     told = tuple(readings.Readings(used_bytes=0, total_bytes=24, free_bytes=free) for free in (20, 16))
     group: Any = SimpleNamespace(placement=two, readings=told, models={})
     return list(memory.capacity_for(two, group, MODELS[0]).ranks), memory.room_bytes(group)
+
+
+def room_on_a_gpu_of_workers(rank: int, world: int) -> list[Any]:
+    """The models listed as loaded and their bytes, once two models of the workers were loaded twice on a GPU, here where
+    none can be; and whether ComfyUI asks for that GPU where it has a model of its own there."""
+    loaded, gpu = comfy.model_management.current_loaded_models, specs.Placement(devices=("cuda:1",))
+    group: Any = SimpleNamespace(placement=gpu, models={})
+    before = list(loaded)
+    first, second = (memory.GroupModel(group, spec, None, _plan().estimate).patchers[0] for spec in MODELS)
+    try:
+        for patcher in (first, second, first):
+            memory.make_room(patcher, 0)
+        listed = [one for one in loaded if one not in before]
+        answer = [[one.model is patcher for one, patcher in zip(listed, (first, second), strict=True)]]
+        answer.append([one.model_loaded_memory() for one in listed])
+        own = memory.WeightlessPatcher(memory.WorkerModel(), torch.device("cuda:1"), memory.CPU, size=1)
+        loaded.append(comfy.model_management.LoadedModel(own))
+        loaded[-1].model_load()
+        memory.make_room(second, 0)
+    except (KeyError, RuntimeError, AssertionError):  # of torch.cuda, where there is none
+        return [*answer, "asked"]
+    else:
+        return [*answer, "not asked"]
+    finally:
+        loaded[:] = before
 
 
 def recordings_go_first(rank: int, world: int, folder: str) -> dict[str, Any]:

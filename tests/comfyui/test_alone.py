@@ -185,6 +185,11 @@ def test_comfyui_is_not_asked_for_gpus_that_workers_have(alone: Group) -> None:
     assert alone.run(f"{RESIDENCE}free_on_gpus_of_workers") == [[[20, 16], [20, 16]]]
 
 
+def test_comfyui_opens_no_gpu_to_make_room_where_only_workers_are(alone: Group) -> None:
+    (answer,) = alone.run(f"{RESIDENCE}room_on_a_gpu_of_workers")
+    assert answer == [[True, True], [1 << 20] * 2, "asked"], "the last used first"
+
+
 @pytest.mark.usefixtures("demo")
 def test_a_run_is_planned_once(alone: Group, tmp_path: Path) -> None:
     (times,) = alone.run(f"{RESIDENCE}plans_of_a_run", folder=str(tmp_path))
