@@ -144,7 +144,7 @@ def free_on_gpus_of_workers(rank: int, world: int) -> tuple[list[int], list[int 
 
 
 def room_on_a_gpu_of_workers(rank: int, world: int) -> list[Any]:
-    """The models listed as loaded and their bytes, once two models of the workers were loaded twice on a GPU, here where
+    """The models listed as loaded and their bytes, once two models of workers were loaded twice on a GPU, here where
     none can be; and whether ComfyUI asks for that GPU where it has a model of its own there."""
     loaded, gpu = comfy.model_management.current_loaded_models, specs.Placement(devices=("cuda:1",))
     group: Any = SimpleNamespace(placement=gpu, models={})
