@@ -96,6 +96,11 @@ def sum_by_device(placement: Placement, bytes_by_rank: Sequence[int]) -> dict[st
     return sums
 
 
+# Whose patchers ComfyUI may list as loaded. It walks that list by index, and drops from it what Python collects: were a
+# patcher collected meanwhile, ComfyUI's thread for prompts would end with an IndexError.
+_counted: list[GroupModel] = []
+
+
 @dataclass(eq=False)
 class GroupModel:
     """A model or VAE of a worker group. `group.models` lists it from before it is loaded until it is unloaded."""
@@ -112,6 +117,7 @@ class GroupModel:
         for device, size in sum_by_device(self.group.placement, self.needed.weight_bytes_by_rank).items():
             self.patchers.append(WorkerModelPatcher(WorkerModel(), torch.device(device), CPU, size=size))
             self.patchers[-1].group_model = self
+        _counted.append(self)
 
     def mark_unloaded(self) -> None:
         """Has ComfyUI count no device memory for this model."""
@@ -247,6 +253,9 @@ def make_room(patcher: WorkerModelPatcher, workspace_bytes: int) -> None:
     """Lists a model of the workers as loaded, after ComfyUI has freed its device for it and `workspace_bytes`. Where
     only workers are on that device ComfyUI has nothing to free, and would open a CUDA context to find that out."""
     loaded, own = comfy.model_management.current_loaded_models, comfy.model_management.get_torch_device()
+    gone = [one for one in _counted if not one.group.alive or one.group.models.get(one.spec) is not one]
+    loaded[:] = [one for one in loaded if all(one.model not in model.patchers for model in gone)]
+    _counted[:] = [model for model in _counted if model not in gone]
     here = [one for one in loaded if one.device == patcher.load_device]
     if patcher.load_device == own or not all(isinstance(one.model, WorkerModelPatcher) for one in here):
         comfy.model_management.load_models_gpu([patcher], memory_required=workspace_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -147,7 +148,7 @@ def room_on_a_gpu_of_workers(rank: int, world: int) -> list[Any]:
     """The models listed as loaded and their bytes, once two models of workers were loaded twice on a GPU, here where
     none can be; and whether ComfyUI asks for that GPU where it has a model of its own there."""
     loaded, gpu = comfy.model_management.current_loaded_models, specs.Placement(devices=("cuda:1",))
-    group: Any = SimpleNamespace(placement=gpu, models={})
+    group: Any = SimpleNamespace(placement=gpu, models={}, alive=True)
     before = list(loaded)
     first, second = (memory.GroupModel(group, spec, None, _plan().estimate).patchers[0] for spec in MODELS)
     try:
@@ -166,6 +167,36 @@ def room_on_a_gpu_of_workers(rank: int, world: int) -> list[Any]:
         return [*answer, "not asked"]
     finally:
         loaded[:] = before
+
+
+def collected_while_unloading(rank: int, world: int) -> list[Any]:
+    """What ComfyUI lists as loaded after "Unload models", in the middle of which Python collects its garbage: among it
+    is a model that the workers had unloaded by themselves. Then whether it lists the model of a group that is there
+    beside that of one that has ended."""
+
+    class Collecting(memory.WeightlessPatcher):
+        def detach(self, unpatch_all: bool = True) -> Any:
+            gc.collect()
+            return self.model
+
+    comfy.model_management.unload_all_models()
+    group: Any = SimpleNamespace(placement=ONE, models={}, alive=True)
+    gone = group.models[MODELS[0]] = memory.GroupModel(group, MODELS[0], None, _plan().estimate)
+    memory.make_room(gone.patchers[0], 0)
+    own = [Collecting(memory.WorkerModel(), memory.CPU, memory.CPU, size=CLAIMED + size) for size in (1, 2, 3)]
+    comfy.model_management.load_models_gpu(own)
+    gone.mark_unloaded()
+    del group.models[MODELS[0]], gone
+    comfy.model_management.unload_all_models()
+    left = _listed()
+    ended, other = (SimpleNamespace(placement=ONE, models={}, alive=True) for _ in range(2))
+    for group in (ended, other):
+        model = group.models[MODELS[0]] = memory.GroupModel(group, MODELS[0], None, _plan().estimate)
+        memory.make_room(model.patchers[0], 0)
+        ended.alive = False
+    listed = [one.model.group_model.group is other for one in comfy.model_management.current_loaded_models]
+    other.models.clear()
+    return [*left, *listed]
 
 
 def recordings_go_first(rank: int, world: int, folder: str) -> dict[str, Any]:

@@ -190,6 +190,11 @@ def test_comfyui_opens_no_gpu_to_make_room_where_only_workers_are(alone: Group) 
     assert answer == [[True, True], [1 << 20] * 2, "asked"], "the last used first"
 
 
+def test_unload_models_ends_though_garbage_is_collected_meanwhile(alone: Group) -> None:
+    """ComfyUI walks its list by index, and drops from it what is collected: its thread for prompts would end."""
+    assert alone.run(f"{RESIDENCE}collected_while_unloading") == [[True]]
+
+
 @pytest.mark.usefixtures("demo")
 def test_a_run_is_planned_once(alone: Group, tmp_path: Path) -> None:
     (times,) = alone.run(f"{RESIDENCE}plans_of_a_run", folder=str(tmp_path))
