@@ -138,8 +138,9 @@ def test_a_run_after_a_text_encoder_took_some_memory_brings_back_what_went(serve
     parallel = replace(RING_2, weights=weights)
     least = 2 if weights == "replicate" else 8  # the shards of this small network are large
     server.client.run(sampling_graph(FLUX, "CPSampler", parallel))  # there are workers, and ComfyUI holds their model
+    since = server.log_size()
     server.client.post("/free", unload_models=True)
-    wait_for(lambda: not loaded(server), seconds=30)
+    wait_for(lambda: "unloading the workers' model" in server.log(since) and not loaded(server), seconds=30)
     before = latent_of(server.client.run(sampling_graph(FLUX, "CPSampler", parallel)))
     full, since = resident(server), server.log_size()
     for share in (4, 3):
