@@ -170,8 +170,7 @@ FALLBACK = "fallback"  # in a kernel's place: the attention that computes where 
 
 
 def ring_backend(function: str) -> str:
-    """Returns the attention_backend of a ring that computes what ComfyUI's attention function of this name does; "" if
-    there is none."""
+    """Returns the backend of a ring that computes what ComfyUI's attention function of this name does; "" for none."""
     if function in ANY_EXACT:
         return "auto"
     of_it = (spec for spec in KERNELS.values() if function and spec.comfyui == function)

@@ -113,8 +113,7 @@ class Refused(ParallelError, ValueError):
 
 
 class Unsplittable(Refused):
-    """A network that cannot be divided, or not for this input. `detail` says why in English, for a report; with
-    `widgets` at 1 the run does without."""
+    """A network, or input, that cannot be divided; `detail` says why in English. It runs with `widgets` at 1."""
 
     def __init__(self, detail: str, *widgets: str) -> None:
         widgets = widgets or ("ring_degree", "ulysses_degree")
@@ -148,8 +147,7 @@ class Cause:
 
 
 class WorkerLost(ParallelError):
-    """The group has ended. `cause` is that of the worker that failed first; None if no worker failed or it is
-    unknown."""
+    """The group has ended; `cause` is that of the first worker that failed, None if there was none or none is known."""
 
     def __init__(self, sentence: str, cause: Cause | None = None) -> None:
         super().__init__(sentence)

@@ -141,8 +141,7 @@ Job = SamplingJob | EvaluationJob | DemoJob | VAEJob | EncodingJob
 
 
 def is_outer_method(name: str) -> bool:
-    """Is this a method of a network that ComfyUI calls outside of `forward`, on texts and what comes before a picture?
-    It names all of them so."""
+    """Is this a method that ComfyUI calls on texts and the like outside of `forward`? It names all of them so."""
     return name.startswith("preprocess_")
 
 

@@ -70,8 +70,7 @@ class CPLoadDiffusionModel(io.ComfyNode):
 
 
 def load_for_workers(name: str, weight_dtype: str) -> Mapped:
-    """Returns ComfyUI's MODEL of a file, as Load Diffusion Model loads it. Its weights are views of the mapped file, of
-    which only samples are read."""
+    """Returns ComfyUI's MODEL of a file, as Load Diffusion Model does; its weights are views of the mapped file."""
     if name.endswith(".gguf"):
         if weight_dtype != "default":
             raise Refused("file.gguf.dtype", "weight_dtype", {"weight_dtype": "default"}, dtype=weight_dtype)
@@ -130,8 +129,7 @@ class CPLoadCLIP(io.ComfyNode):
 
 
 def load_clip_for_workers(names: Sequence[str], kind: str) -> comfy.sd.CLIP:
-    """Returns ComfyUI's CLIP of these files, as Load CLIP and its kin load it. Its weights are views of the mapped
-    files, of which only samples are read."""
+    """Returns ComfyUI's CLIP of these files, as Load CLIP does; its weights are views of the mapped files."""
     paths = [folder_paths.get_full_path_or_raise("text_encoders", name) for name in names]
     for path in paths:
         check_file(path)

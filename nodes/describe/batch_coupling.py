@@ -61,8 +61,7 @@ def network_couples_images(network: nn.Module) -> bool:
 
 
 def couples_by_masks(network: nn.Module, *masks: Tensor | None) -> bool:
-    """Do noise masks [B, ...] that differ between images couple them in `network`? LTX takes the first image's mask for
-    all, and a maximum over the batch."""
+    """Do noise masks that differ between images couple these? LTX takes the first's, and a maximum of all."""
     calls = [vars(kind)["forward"] for kind in type(network).__mro__ if "forward" in vars(kind)]
     if not any("denoise_mask" in inspect.signature(call).parameters for call in calls):
         return False
@@ -70,8 +69,7 @@ def couples_by_masks(network: nn.Module, *masks: Tensor | None) -> bool:
 
 
 def couples_evaluations(replaced: Replaced) -> bool:
-    """May code that a pack has put in place of ComfyUI's, around or inside an evaluation of the network, keep something
-    for the next one?"""
+    """May a pack's code around or inside an evaluation of the network keep something for the next one?"""
     around = replaced.name.startswith(EVALUATE) or replaced.name in {f"comfy.samplers.{name}" for name in EVALUATING}
     return around and _keeps(replaced.code, set())
 
@@ -82,8 +80,7 @@ def changes_itself(method: types.FunctionType) -> bool:
 
 
 def _keeps(function: Any, seen: set[int]) -> bool:
-    """May this function assign to variables or attributes of others, or use what can be changed? Anything but a
-    function may."""
+    """May this function assign to others' variables or attributes, or use what changes? A class may."""
     if not isinstance(function, types.FunctionType):
         return True
     if id(function) in seen or is_comfyui(function):

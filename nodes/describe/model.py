@@ -66,8 +66,7 @@ GUIDES = "guide_attention_entries"  # of a condition
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DescribedModel:
-    """A MODEL as the workers and planning know it: what workers load, its weight patches, and its network in numbers.
-    `spec` and `weight_patches` are sent."""
+    """A MODEL in numbers for planning, and as workers get it: `spec`, what they load, and its `weight_patches`."""
 
     spec: ModelSpec
     weight_patches: Described
@@ -101,8 +100,7 @@ class DescribedModel:
         return described.undivided("guides whose strength is not 1") if masked else described
 
     def with_models_of(self, conds: Conds) -> DescribedModel:
-        """Returns this MODEL in a run with the ControlNets and GLIGEN models of these conditions, which are replicated
-        on every worker."""
+        """Returns this MODEL in a run with these conditions' ControlNets and GLIGEN models, on every worker."""
         controls, gligens = controls_of(conds), gligens_of(conds)
         if not controls and not gligens:
             return self
@@ -117,8 +115,7 @@ class DescribedModel:
         return replace(self, stats=replace(self.stats, **more, images_coupled=coupled))
 
     def with_vaes(self, vaes: Sequence[comfy.sd.VAE], latent: tuple[int, ...]) -> DescribedModel:
-        """Returns this MODEL in a run in which every worker encodes pictures with these VAEs, for a `latent` [B, C,
-        (T,) H, W]."""
+        """Returns this MODEL where all workers encode with these VAEs, for a `latent` [B, C, (T,) H, W]."""
         if not vaes:
             return self
         size = self.stats.weight_bytes + sum(vae.model_size() for vae in dict.fromkeys(vaes))
@@ -245,8 +242,7 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> DescribedMo
 
 
 def model_spec(model: ModelPatcher) -> ModelSpec:
-    """Returns the call with which a worker loads this MODEL's network, without patches. Raises Refused where that is
-    unknown."""
+    """Returns the call that loads this MODEL's network, without patches. Raises Refused where that is unknown."""
     model = native_model(model)
     init = getattr(model, "cached_patcher_init", None)
     if init is None or not is_comfyui(init[0]):
@@ -294,8 +290,7 @@ def _with_dtype(loader: Callable[..., Any], arguments: tuple[Any, ...], dtype: t
 
 
 def argument_to_json(loader: Callable[..., Any], value: Any) -> dict[str, str]:
-    """Returns a dtype or enum as JSON, which worker/comfy_loop/comfy_model.py reads. Raises Refused for any other
-    object."""
+    """Returns a dtype or enum as JSON, for worker/comfy_loop/comfy_model.py. Raises Refused for other objects."""
     if isinstance(value, torch.dtype):
         return {"torch.dtype": str(value).removeprefix("torch.")}
     if isinstance(value, Enum):
@@ -321,8 +316,7 @@ def _check_first_seen(model: ModelPatcher, files: tuple[SourceFile, ...]) -> Non
 
 
 def describe_weight_patches(model: ModelPatcher, patches_describer: Describer) -> Described:
-    """Describes MODEL's weight patches (LoRA, merged models, adapters of packs) by weight. Raises Refused for what
-    workers cannot have."""
+    """Describes weight patches (LoRA, merged models, adapters) by weight. Raises Refused for what cannot be sent."""
     described: dict[str, Any] = {}
     try:
         if model.patches:

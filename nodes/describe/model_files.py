@@ -60,8 +60,7 @@ def note_files() -> None:
 
 
 def _noting(load: Callable[..., Any], path_of: Callable[..., str | None]) -> Callable[..., Any]:
-    """Returns `load`, which notes the file that `path_of` its arguments names; None for weights of more than a file, as
-    those of a difference to a MODEL are."""
+    """Returns `load` noting its file, `path_of` its arguments; None for weights of more, as of a difference."""
 
     @functools.wraps(load)
     def noting(*args: Any, **kwargs: Any) -> Any:
@@ -113,8 +112,7 @@ def gligen_file(network: Gligen) -> dict[str, Any]:
 
 
 def source_file(loaded: Any) -> SourceFile:
-    """Returns the file that this was loaded from. Raises LookupError where that is unknown, Refused where the file has
-    changed since."""
+    """Returns the file this was loaded from. Raises LookupError if that is unknown, Refused if it has changed."""
     file = _files.get(shared_part(loaded))
     if file is None:
         raise LookupError("ComfyUI's loader has not read it from a file")
@@ -135,8 +133,7 @@ def _chain(cond: Mapping[str, Any]) -> Iterator[ControlBase]:
 
 
 def gligens_of(conds: Conds) -> list[ModelPatcher]:
-    """Returns the GLIGEN models of these conditions, each once. They make as many boxes as there are images in a
-    batch."""
+    """Returns the GLIGEN models of these conditions, each once; they make a box for each image of a batch."""
     models = (cond["gligen"][1] for prompt in conds.values() for cond in prompt if cond.get("gligen"))
     return list(dict.fromkeys(models))
 
@@ -155,8 +152,7 @@ def called_functions(control: ControlBase) -> list[Any]:
 
 
 def describe_control_net(control: ControlBase, to: Callable[[Any], Any]) -> dict[str, Any]:
-    """Describes a ControlNet; `to` describes the values within it. Raises LookupError where its file is unknown,
-    Refused where the file has changed."""
+    """Describes a ControlNet, its values by `to`. Raises LookupError for an unknown file, Refused for a changed one."""
     file, dtypes = source_file(control), ("", "")
     if isinstance(control, ControlNet) and not isinstance(control, ControlLora):
         dtypes = _dtype_name(control.control_model.dtype), _dtype_name(control.manual_cast_dtype)
@@ -191,8 +187,7 @@ def weight_bytes(controls: Iterable[ControlBase]) -> int:
 
 
 def count_residuals(controls: Iterable[ControlBase], layers: int) -> int:
-    """Counts the tensors of all tokens that ControlNets give to a network of this many `layers`: each one's residuals,
-    and a chain's sums for every layer."""
+    """Counts the tensors of all tokens that ControlNets give to `layers`: residuals, and a chain's sums."""
     outputs = (getattr(network_of(control), name, ()) for control in controls for name in OUTPUTS)
     return sum(map(len, outputs)) + layers * sum(control.previous_controlnet is not None for control in controls)
 

@@ -175,8 +175,7 @@ def _empty(value: Any) -> bool:
 
 
 def without_lse(model: ModelPatcher, request: ParallelRequest) -> str:
-    """Names the attention of this MODEL that a user chose and a ring cannot have, as it gives no log-sum-exp to merge
-    blocks of keys by; "" if there is none."""
+    """Names the attention chosen for this MODEL that gives no log-sum-exp, which a ring merges by; "" for none."""
     override = model.model_options["transformer_options"].get(OVERRIDE)
     if override is not None:
         return "" if _has_lse(attention_called_by(override)) else qualified_name(override)

@@ -270,8 +270,7 @@ def _check_weights(parts: dict[str, Any], model: ModelPatcher, loaded: Loaded, p
 def _weights(
     parts: dict[str, Any], known: dict[str, KnownPart], model: ModelPatcher | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields the parameters, buffers and other tensors of the `known` parts, those that `model` has patches in as they
-    are without."""
+    """Yields the parameters, buffers and other tensors of the `known` parts, without the patches of `model`."""
     backup = {} if model is None else {name: kept.weight for name, kept in model.backup.items()}
     backup |= {} if model is None else {name: weight for name, (weight, _) in model.hook_backup.items()}
     for path, part in known.items():
@@ -297,8 +296,7 @@ def _widened(samples: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class NodeCall:
-    """A node of the prompt that ran, with its inputs there, values or links to other nodes, and the network as the node
-    put it into a model."""
+    """A node of the prompt that ran, its inputs (values or links), and the network as it put it into a model."""
 
     node: str
     inputs: dict[str, Any]

@@ -52,8 +52,7 @@ GUIDER_STATE = {
 
 @dataclass(frozen=True, eq=False)
 class OuterSample:
-    """The arguments of a guider's `outer_sample`, in ComfyUI's order. Several latents, of video and audio, are packed
-    into one, and `latent_shapes` are theirs."""
+    """The arguments of a guider's `outer_sample`, in order; `latent_shapes` are of latents packed into one."""
 
     noise: Tensor
     latent_image: Tensor
@@ -160,8 +159,7 @@ def check_latent(model: ModelPatcher, latent: Tensor) -> None:
 
 
 def check_guider(guider: comfy.samplers.CFGGuider) -> tuple[str, dict[str, Any]]:
-    """Returns the name of the guider's class, and its attributes. Raises Unsendable for a class that workers cannot
-    have."""
+    """Returns the guider's class and attributes. Raises Unsendable for a class that workers cannot have."""
     kind = reference(type(guider), "the GUIDER")
     state = {*GUIDER_STATE, TWO_MODEL_GUIDERS.get(kind)}
     return kind, {name: value for name, value in vars(guider).items() if name not in state}
@@ -189,8 +187,7 @@ def unsendable_partner(guider: comfy.samplers.CFGGuider) -> Unsendable:
 
 
 def describe_on_model(model: ModelPatcher, options: dict[str, Any], describer: Describer) -> list[Any]:
-    """Describes what is on a MODEL, with these model options: its object patches, the model options, its wrappers and
-    callbacks. Raises Unsendable."""
+    """Describes a MODEL's object patches, model options, wrappers and callbacks. Raises Unsendable."""
     if "registered_hooks" in options and options["registered_hooks"].get_type(EnumHookType.TransformerOptions):
         raise Unsendable("unsendable.hook")
     for callback in model.get_all_callbacks(CallbacksMP.ON_REGISTER_ALL_HOOK_PATCHES):

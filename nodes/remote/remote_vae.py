@@ -185,8 +185,7 @@ class RemoteVAE:
         )
 
     def _check(self, method: VAEMethod, x: Tensor, unit: int) -> None:
-        """Raises NotParallel for a VAE that has changed since, and for a tensor at which ComfyUI fails: a failure in a
-        worker would end the group."""
+        """Raises NotParallel for a changed VAE, and for tensors at which it fails, which would end the group."""
         check_vae(self._vae)
         channels = self._vae.latent_channels if method == "decode" else self._vae.output_channels
         if x.shape[1] != channels:
@@ -254,8 +253,7 @@ def _run(lease: Lease, plan: RunPlan, job: VAEJob, output: SharedOutput) -> Resu
 
 
 def placement_for(request: ParallelRequest | None) -> Placement:
-    """Returns a VAE's workers: the requested ones, else the live group, else one on each default device. Raises
-    Refused."""
+    """Returns a VAE's workers: as requested, else the live group, else all default devices. Raises Refused."""
     group = runtime.live
     live = group.placement if group is not None else None
     if request is None:

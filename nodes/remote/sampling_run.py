@@ -365,8 +365,7 @@ class RemoteSampling:
 
 
 class StepCallback:
-    """Passes the workers' steps on to ComfyUI's callback. Steps may be dropped where this process is slow, except the
-    last one."""
+    """Passes the workers' steps on to ComfyUI's callback; a slow process may miss some, but not the last."""
 
     def __init__(
         self, callback: Callable[[int, Any, Any, int], None] | None, device: torch.device, packs: Sequence[str] = ()
@@ -390,8 +389,7 @@ class StepCallback:
 
 
 def _is_guided(guider: comfy.samplers.CFGGuider) -> bool:
-    """Does a step evaluate several prompts at once? ComfyUI leaves the negative one out at cfg 1, and evaluates two
-    MODELs in turn."""
+    """Does a step evaluate several prompts at once? At cfg 1 it does not, nor with two MODELs, which take turns."""
     if len(guider.conds) < 2 or reference(type(guider), "the GUIDER") in TWO_MODEL_GUIDERS:
         return False
     if not isinstance(guider.cfg, int | float):  # of a pack: by step

@@ -75,8 +75,7 @@ class CascadeRowPlan(RowPlan):
 
 @dataclass(frozen=True, kw_only=True)
 class RowArchitecture(Architecture):
-    """An architecture with a RowPlan: a UNet. Modules of `sending_classes` send a message, beside those of
-    attentions."""
+    """An architecture with a RowPlan, a UNet. Modules of `sending_classes`, and attentions, send messages."""
 
     plan: RowPlan
     patch: Sequence[int] = (1, 1, 1)

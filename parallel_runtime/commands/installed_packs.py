@@ -69,8 +69,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def rows(comfyui: str, arguments: Sequence[str], seconds: float) -> Iterator[Json]:
-    """Yields what is known of each installed pack, in the order of their names. Raises Refused where ComfyUI itself
-    cannot be imported."""
+    """Yields each installed pack's row, by name. Raises Refused where ComfyUI itself cannot be imported."""
     command, root = [sys.executable, "-m", TRIAL, comfyui, str(seconds), *arguments], Path(__file__).parents[2]
     with TemporaryFile("w+", errors="replace") as output:
         process = subprocess.Popen(command, cwd=root, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=output)

@@ -72,8 +72,7 @@ COLUMNS = {  # of all parts, in their order
 
 
 class Page:
-    """The two files of a report. `out` is their path without the endings, or a folder. Raises Refused where they cannot
-    be written."""
+    """The two files of a report, by their path without endings or their folder. Raises Refused if unwritable."""
 
     def __init__(self, out: Path, machine: dict[str, Any]) -> None:
         self.out = out / NAME if out.is_dir() else out.with_suffix("") if out.suffix in ENDINGS else out

@@ -55,8 +55,7 @@ def write(file: Path, out: Path, comfyui: str, versions: Json) -> Path:
 
 
 def summary(workflow: Any, class_of: Callable[[str], str]) -> Json:
-    """Returns the workflow without what is private, in its own form: as ComfyUI saves it, or for its API. Raises
-    Refused for anything else."""
+    """Returns the workflow, of either form, without what is private. Raises Refused for anything else."""
     if isinstance(workflow, dict) and isinstance(workflow.get("nodes"), list):
         return _graph(workflow, class_of)
     calls = workflow.get("prompt", workflow) if isinstance(workflow, dict) else {}

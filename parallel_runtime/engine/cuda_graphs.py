@@ -43,8 +43,7 @@ class Recorder:
             return run()
 
     def record(self, run: Forward) -> Graph:
-        """Records `run`. Raises RuntimeError where it cannot be recorded; nothing ran then. Collective where `run`
-        is."""
+        """Records `run`. Raises RuntimeError where it cannot be, and nothing ran. Collective where `run` is."""
         try:
             return Graph(run, self._pool, self._constants)
         except RuntimeError:
@@ -53,8 +52,7 @@ class Recorder:
 
 
 class Graph:
-    """A recorded run. `out` is what the run returned: memory that each replay overwrites. `nbytes` of the device stay
-    allocated until the graph is deleted."""
+    """A recorded run. `out` is what it returned, which each replay overwrites; it takes `nbytes` of the device."""
 
     def __init__(self, run: Forward, pool: Any, constants: Constants) -> None:
         self._graph = torch.cuda.CUDAGraph()
@@ -239,8 +237,7 @@ def without_constants() -> Iterator[None]:
 
 
 def cached_results(network: nn.Module) -> list[Tensor]:
-    """Returns the tensors that functools.lru_cache keeps for methods of the network's modules: other networks may evict
-    them."""
+    """Returns the tensors in lru_caches of methods of the network's modules: other networks may evict them."""
     kinds = {kind for module in network.modules() for kind in type(module).__mro__}
     caches = [value for kind in kinds for value in vars(kind).values() if isinstance(value, LRU_CACHE)]
     return [value for cache in caches for value in gc.get_referents(cache) if isinstance(value, Tensor)]
@@ -281,8 +278,7 @@ def compile_blocks(blocks: Iterable[nn.Module], compilation: Compilation) -> Cal
 
 
 def _compile_arguments(compilation: Compilation) -> dict[str, Any]:
-    """Returns the keyword arguments of torch.compile, which takes a mode or options: inductor's modes are converted to
-    options."""
+    """Returns the arguments of torch.compile, which takes a mode or options: inductor's modes become options."""
     options = json.loads(compilation.options)
     mode = compilation.mode
     if mode is not None and options and compilation.backend == "inductor":
@@ -310,16 +306,14 @@ def _refusing(forward: Callable[..., Any], backend: str) -> Callable[..., Any]:
 
 
 def warm_compiler() -> None:
-    """Imports the compiler and starts its processes, some seconds of the first compilation, while the host still
-    prepares the first run."""
+    """Imports the compiler and starts its processes, which takes seconds, while the host prepares the first run."""
     importlib.import_module("torch._inductor.compile_fx")
     importlib.import_module("torch._inductor.async_compile").AsyncCompile.warm_pool()
 
 
 @contextmanager
 def reporting_compilation(compiling: Callable[[bool], None]) -> Iterator[None]:
-    """Calls `compiling(True)` when the compilation of a graph begins in this context, `compiling(False)` when it
-    ends."""
+    """Calls `compiling(True)` when the compilation of a graph begins in this context, `compiling(False)` at its end."""
 
     def on_start(_: Any) -> None:
         compiling(True)

@@ -49,8 +49,7 @@ class Unrecordable(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A call of a network. `key` is all that Python code can see of it; `tensors` are its device tensors, each once,
-    and `slots` their indices by leaf."""
+    """A call of a network: `key` is all that Python code can see of it; `slots` index its `tensors` by leaf."""
 
     key: Hashable
     tensors: list[Tensor]
@@ -60,8 +59,7 @@ class Call:
 
     @classmethod
     def of(cls, args: Any, kwargs: dict[str, Any], device: torch.device, settings: Hashable = ()) -> Call:
-        """Returns the call of a network with these `settings` and arguments. Raises Unrecordable for an argument that
-        no key can represent."""
+        """Returns the call with these arguments. Raises Unrecordable for one that no key can represent."""
         leaves, structure = pytree.tree_flatten((args, kwargs))
         tensors: dict[Hashable, Tensor] = {}  # by address and layout
         keys, slots = [], []
@@ -151,8 +149,7 @@ def _cloned(out: Any) -> Any:
 
 @dataclass(eq=False)
 class _Trial:
-    """A call that is not recorded: its evaluations so far, the seconds of its last launch, and the device events around
-    it."""
+    """A call that is not recorded: its evaluations so far; the last one's launch seconds and device events."""
 
     evaluations: int = 0
     eager: bool = False  # it stays eager
@@ -303,8 +300,7 @@ class GraphRunner:
         return out
 
     def _evict_for(self, key: Hashable) -> bool:
-        """Evicts the least recently used recording if need be; False where the call and evicted ones only take
-        turns."""
+        """Evicts the least recently used recording if need be; False where the call and evicted ones take turns."""
         if len(self._recorded) < MAX_RECORDINGS:
             return True
         if self._evaluations - self._evicted.get(key, -RETURN_EVALUATIONS) < RETURN_EVALUATIONS:
@@ -316,8 +312,7 @@ class GraphRunner:
         return True
 
     def _record(self, call: Call, recorder: Recorder) -> Any:
-        """Records the call. The recording is used if its first replay equals the eager evaluation to the bit on all
-        ranks."""
+        """Records the call; the recording is kept if its first replay equals the eager evaluation on all ranks."""
         inputs = [_like_layout(tensor) for tensor in call.tensors]
 
         def run() -> Any:
@@ -375,8 +370,7 @@ class GraphRunner:
         return None, reason
 
     def _is_tight(self, tensors: Sequence[Tensor]) -> bool:
-        """Returns whether an eager evaluation of `tensors` may lack memory beside the recordings, which hold what
-        theirs take; larger inputs take more."""
+        """Returns whether an eager evaluation of `tensors` may lack memory beside the recordings."""
         recorded_bytes = self.stats.bytes
         largest = max(_elements(each.inputs) for each in self._recorded.values())
         needed = recorded_bytes * max(1.0, _elements(tensors) / max(1, largest))

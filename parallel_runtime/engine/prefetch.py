@@ -144,8 +144,7 @@ class BlockPrefetcher:
         return next((entry for entry in self.offloaded if module in entry.module.modules()), None)
 
     def override_weight(self, entry: FetchedModule, module: nn.Module, name: str) -> None:
-        """Uses the parameter as it is now, of the same shape, until `restore_weights`. For this rank alone: other batch
-        groups may have other weights."""
+        """Uses the parameter as it is now, of the same shape, until `restore_weights`; on this rank alone."""
         self._buffers.discard_fetched()
         if not entry.flat_block.dtype_matches(module, name):
             entry.overrides[module, name] = getattr(module, name)
@@ -219,8 +218,7 @@ class RankPlacement:
 def rank_placement(
     placement: WeightPlacement, mesh_dim: MeshDim, device: torch.device, buffers: Buffers
 ) -> RankPlacement | None:
-    """Returns None where all weights are on every device. `mesh_dim`: the ranks of the shards, with a group of its
-    own."""
+    """Returns None where all weights are on every device. `mesh_dim`: the ranks of the shards, with their own group."""
     counts = frozenset(placement.resident_blocks_by_rank or (placement.resident_blocks,))
     if placement.mode == "offload":
         resident, staged = placement.resident_blocks_on(rank()), device.type != "cpu"
@@ -237,9 +235,8 @@ def rank_placement(
 
 
 def offloaded_blocks(blocks: list[nn.Module], resident: int, residents: Collection[int] = ()) -> list[nn.Module]:
-    """Returns `blocks` without `resident` ones, which are evenly spaced. A rank's resident blocks include those of
-    every rank with fewer (`residents` are the ranks' numbers), so that a block that no rank fetches need not be
-    stored."""
+    """Returns `blocks` without `resident` ones, which are evenly spaced. A rank's include those of every rank with
+    fewer, of the numbers `residents`, so that a block that no rank fetches need not be stored."""
     resident_blocks = blocks
     for count in sorted({count for count in (resident, *residents) if count >= resident}, reverse=True):
         total, numbered = len(resident_blocks), enumerate(resident_blocks)

@@ -127,8 +127,7 @@ class Stages(ExitStack):
 
     @contextmanager
     def in_flight(self) -> Iterator[None]:
-        """Forwards in this context return real numbers on the last stage alone. At its end a refusal of one stage is
-        raised on all."""
+        """Forwards in this context are real on the last stage alone. At its end a refusal of one is raised on all."""
         self._is_in_flight, refused = True, None
         try:
             with nullcontext() if self.pipefusion is None else self.pipefusion.in_flight():
@@ -148,8 +147,7 @@ class Stages(ExitStack):
         return self._broadcast_from(self._mesh_dim.size - 1, list(out))
 
     def shared_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Wraps a network's forward as ComfyUI's innermost wrapper. Outer wrappers (EasyCache) decide by its output, so
-        every stage has to have it."""
+        """Wraps a forward innermost: ComfyUI's outer wrappers (EasyCache) decide by its output on every stage."""
         output = forward(*args, **kwargs)
         if not self._is_in_flight:
             self._output_shared = True
@@ -304,8 +302,7 @@ class OwnedModules:
         return output
 
     def _receive(self, owner: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns the output on the device of the first argument. An argument in which the module computes gets its
-        result here too."""
+        """Returns the output on the first argument's device. What the module overwrites is overwritten here too."""
         note, inputs = self._exchange_note(owner), tree_flatten((args, kwargs))[0]
         if isinstance(note, str):
             raise Refused("clip.failed", error=note)

@@ -199,8 +199,7 @@ def _reasons(subject: Subject, plan: RunPlan, guided: bool) -> list[str]:
 
 
 def _stages(work: Work, degrees: Parallelism, request: ParallelRequest) -> tuple[str, ...]:
-    """Says of each stage of a pipeline which blocks it has, with their work and size, how long stages are idle, and why
-    there is a pipeline if auto made it."""
+    """Says of each stage its blocks, work and size, how long stages idle, and why auto made a pipeline."""
     if degrees.pipeline_degree == 1 or not (stages := stages_of(work.network, degrees)):
         return ()
     each = [_stage(number, stage) for number, stage in enumerate(stages, 1)]

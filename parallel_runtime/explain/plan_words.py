@@ -27,8 +27,7 @@ WAN, WAN_22 = "comfy.ldm.wan.vae", "comfy.ldm.wan.vae2_2"
 
 
 def compared(plans: Sequence[RunPlan]) -> tuple[str, ...]:
-    """Compares the seconds of the first plan, which is taken, with those of the best others; () where none leaves out
-    a device."""
+    """Compares the first plan, which is taken, with the best others; () where none leaves out a device."""
     if not any(plan.left_out for plan in plans):
         return ()
     best, *others = plans
@@ -99,8 +98,7 @@ def memory(estimate: Estimate, placement: Placement, free: Sequence[int]) -> tup
 
 
 def weights(plan: RunPlan, work: Work, capacity: Capacity) -> tuple[str, ...]:
-    """Returns the sentences on the weights that workers have, those that they fetch, and how long they wait for
-    them."""
+    """Returns the sentences on the weights that workers have, that they fetch, and how long they wait for them."""
     estimate, mode, degrees = plan.estimate, plan.weights.mode, plan.degrees
     if estimate is None:
         return ()
@@ -173,8 +171,7 @@ def text_encoder(placed: EncoderPlacement, size: EncoderSize, devices: Sequence[
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """The part of one rank: its `tokens` outside of attention, its `heads` inside it. `lane` says which prompt or which
-    images where these are shared out."""
+    """The part of one rank: `tokens` outside of attention, `heads` inside it; `lane` says which prompt or images."""
 
     rank: int
     device: str
@@ -296,8 +293,7 @@ class Decode:
 
 
 def decode_seconds(decode: Decode, workers: int, profile: DeviceProfile) -> float | None:
-    """Returns the seconds on `workers`; None for a class that was not counted. Halos hide behind convolutions,
-    latencies do not."""
+    """Returns the seconds on `workers`; None for an unknown class. Halos hide behind convolutions, latencies do not."""
     counted = COUNTED.get((decode.kind, len(decode.latent)))
     if counted is None or not profile.flops_per_second:
         return None

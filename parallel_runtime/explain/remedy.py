@@ -53,8 +53,7 @@ def _least(
 def _following(
     check: Callable[[ParallelRequest], object], request: ParallelRequest, reason: Refused | None
 ) -> ParallelRequest:
-    """Returns the request after doing what each refusal says, one after the other; an automatic one if that leads
-    nowhere."""
+    """Returns the request after doing what refusals say, one after the other; an automatic one if that fails."""
     for _ in widgets():
         if reason is None:
             return request

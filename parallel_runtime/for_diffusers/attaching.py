@@ -44,8 +44,7 @@ def from_context_parallel_config(config: Any) -> Parallelism:
 
 
 def mesh_for(mesh: ContextMesh | DeviceMesh | None, parallelism: Parallelism, device: torch.device) -> ContextMesh:
-    """Returns `mesh`, one built here if it is None, or one adopted if it is PyTorch's. Raises ValueError where degrees
-    and mesh disagree."""
+    """Returns `mesh`, or one built or adopted from PyTorch's. Raises ValueError where degrees disagree with it."""
     if mesh is None:
         return build_mesh(parallelism, device)
     if isinstance(mesh, DeviceMesh):

@@ -134,8 +134,7 @@ class GroupedAttention(Aware):
 
 
 def _heads(attn: Attention, tokens: Tensor, projections: Iterable[Any], norms: Iterable[Any]) -> list[Tensor]:
-    """Returns query, key and value of `tokens`, [B, tokens, heads, head size], the first two normed where there is a
-    norm."""
+    """Returns query, key and value of `tokens`, [B, tokens, heads, head size], normed where there are norms."""
     size = attn.inner_dim // attn.heads
     query, key, value = (project(tokens).unflatten(-1, (-1, size)) for project in projections)
     return [*(x if norm is None else norm(x) for x, norm in zip((query, key), norms, strict=True)), value]

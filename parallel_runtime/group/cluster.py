@@ -92,8 +92,7 @@ class Cluster:
         return Rendezvous(store=store, machines=self._placement.nnodes, interface=self._interface)
 
     def wait_for_machines(self, deadline: float, watch: Callable[[], None]) -> None:
-        """Waits until every machine has joined. `watch` is called often, and ends the wait by raising. Raises
-        WorkerStartError."""
+        """Waits until every machine has joined, and calls `watch`, which may raise. Raises WorkerStartError."""
         missing = self._placement.nnodes - 1
         log.info(
             "[CP] waiting at %s for %d other machine(s); on each run: %s",
@@ -245,8 +244,7 @@ class Gate:
 
 @functools.cache
 def versions() -> tuple[str, ...]:
-    """Returns the versions that all machines must share, each with its name. PyTorch's includes the build, which pip
-    does not always show."""
+    """Returns the versions that all machines must share, by name; PyTorch's with its build, which pip may not show."""
     return (
         f"CP Sampler {_code_digest()}",
         f"Python {sys.version_info.major}.{sys.version_info.minor}",

@@ -35,9 +35,8 @@ class Size:
 
 @dataclass(frozen=True)
 class RunSetup:
-    """How a run was divided: its `degrees`, without what else a Parallelism has, and the kind of devices. `shared`:
-    several workers use one device, or the cores of one machine. `patched`: by token patches, which one worker has
-    not."""
+    """How a run was divided: its `degrees`, without a Parallelism's other fields, and the kind of devices; several
+    workers may be on one (`shared`). `patched`: by token patches, which one worker has not."""
 
     degrees: Parallelism = field(default_factory=Parallelism)
     kind: str = ""
@@ -58,16 +57,14 @@ class RunSetup:
         return RunSetup(kind=self.kind)
 
     def plausible_speedup(self, times: float | None) -> float | None:
-        """Returns this speedup, or None if it is implausible, the devices are shared, or the result is not that of one
-        worker (token patches)."""
+        """Returns this speedup; None if it is implausible, devices are shared, or one worker gives another result."""
         believed = times is not None and self.workers > 1 and times <= MAX_SPEEDUP_PER_WORKER * self.workers
         return times if believed and not self.shared and not self.patched else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """Measured seconds a step of a setup, and the time of that run in seconds of the epoch; `speedup` is against one
-    worker, None if unknown."""
+    """Measured seconds a step, when that was [epoch seconds], and the `speedup` against one worker if known."""
 
     setup: RunSetup
     seconds: float
@@ -139,8 +136,7 @@ class History:
             self._keep_pace(Pace(setup=_setup_of(now), seconds=run.step_seconds, at=run.began))
 
     def paces(self, key: Hashable) -> tuple[Pace, ...]:
-        """Returns the paces measured for this work with its last sampler, fewest workers first; () for a single
-        setup."""
+        """Returns the paces of this work with its last sampler, fewest workers first; () for a single setup."""
         several = [paces for paces in self._paces.get(key, {}).values() if len(paces) > 1]
         paces = several[-1] if several else {}
         ordered = sorted(paces.values(), key=lambda pace: (pace.setup.workers, *pace.setup.degrees.by_name.values()))
@@ -152,8 +148,7 @@ class History:
         return tuple(replace(pace, speedup=speedup) for pace, speedup in zip(ordered, speedups, strict=True))
 
     def cost(self, key: Hashable, workers: Sequence[int], steps: int) -> float | None:
-        """Estimates the seconds of `steps` on each number of workers in turn, with starting and loading; None for work
-        that has not run here."""
+        """Estimates the seconds of `steps` by number of workers, with starting and loading; None for unknown work."""
         paces = [pace for paces in self._paces.get(key, {}).values() for pace in paces.values()]
         if not paces:
             return None
@@ -221,8 +216,7 @@ class History:
         self._phase = None
 
     def _with_single_worker(self, run: PastRun, setup: RunSetup) -> PastRun:
-        """Adds the seconds a step on one worker: measured with this sampler, else scaled from another sampler, else
-        estimated."""
+        """Adds one worker's seconds a step: measured with this sampler, else scaled from another, else estimated."""
         if run.step_seconds is None or run.workers == 1:
             return run
         paces = self._paces.get(self.size.key, {})
@@ -237,8 +231,7 @@ class History:
         return replace(run, alone=run.step_seconds * times, measured=source is not None, alone_at=alone_at)
 
     def _keep_pace(self, pace: Pace) -> None:
-        """Keeps the pace of a run if it is the best: a disturbed run is a slower one. What Measure compares, it has
-        measured."""
+        """Keeps a run's pace if it is the best: a disturbed one is slower. What Measure compares it has measured."""
         known = self._paces.pop(self.size.key, {})
         paces = known.pop(self.sampler, {})
         before = paces.get(pace.setup)

@@ -161,8 +161,7 @@ class Processes:
         return answers
 
     def ask(self, message: Any, bundle: int | None = None) -> None:
-        """Sends to every rank. `bundle` goes to all ranks on one machine; on several to rank 0, which passes it on.
-        Raises WorkerDied."""
+        """Sends to every rank; `bundle` on several machines to rank 0, which passes it on. Raises WorkerDied."""
         for rank in range(len(self.channels)):
             self._send(rank, message, bundle if rank == 0 or self._placement.nnodes == 1 else None)
 
@@ -204,8 +203,7 @@ class Processes:
         return self.died(hung_up[0] if hung_up else 0)
 
     def kill(self) -> None:
-        """End every process of this machine now: ranks die with their torchrun. Safe on any thread, also while another
-        one closes."""
+        """Ends every process of this machine: ranks die with their torchrun. Safe on any thread, also while closing."""
         self._torchrun.kill()
 
     def close(self) -> None:
@@ -313,8 +311,7 @@ def _with_last_line(sentence: Sentence, line: str) -> Sentence:
 
 
 def _torchrun_and_socket(workers: int, journal: Journal) -> tuple[Torchrun, socket.socket]:
-    """Returns a torchrun with its private folder, and the host's socket in it. Raises WorkerStartError where the disk
-    is full."""
+    """Returns a torchrun whose private folder has the host's socket. Raises WorkerStartError where the disk is full."""
     torchrun, server = None, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         torchrun = Torchrun(range(workers), journal)

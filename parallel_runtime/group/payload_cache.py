@@ -81,8 +81,7 @@ class PayloadCache:
         return job
 
     def _without_cond_arguments(self, job: EvaluationJob, model: ModelSpec) -> EvaluationJob:
-        """Conditions are compared by value with copies of those that were sent: they may change from step to step under
-        one uuid of ComfyUI's, also in place."""
+        """Compares conditions by value with what was sent: ComfyUI changes them in place, under one uuid."""
         sent = self._cond_arguments.get(model.unpatched, [])
         for number, conds in sent:
             if _equal(conds, job.cond_arguments):
@@ -104,8 +103,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 class SharedOutput:
-    """A `tensor` over the memory file `fd`, which is closed with this object. The tensor outlives it. Raises OSError
-    (ENOSPC) without enough memory."""
+    """A `tensor`, which outlives this, over the memory file `fd`, which does not. Raises OSError (ENOSPC)."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
         size = prod(shape) * dtype.itemsize

@@ -35,8 +35,7 @@ IDLE_SECONDS = seconds_from("CP_IDLE_SECONDS", 0)  # 0: an idle group never ends
 
 
 class Measured:
-    """The first DeviceProfile of each placement, until another one differs by more than noise. `path` is the file that
-    keeps them, "" for none."""
+    """The first DeviceProfile of each placement, until one differs by more than noise; kept in the file `path`."""
 
     def __init__(self) -> None:
         self.path = ""
@@ -166,8 +165,7 @@ class Runtime:
         self._start_in_thread(placement, comfy)
 
     def status(self) -> Status:
-        """Returns the status. Detects that an idle group has died, and ends one after its idle timeout: to be called a
-        few times a second."""
+        """Returns the status. To be called often: it detects an idle group's death, and ends one after its timeout."""
         group = self.group
         if group is not None and self._activity.now.state in RESTING and not group.alive:
             with self._locked() as acquired:
@@ -249,8 +247,7 @@ class Runtime:
         return self.group
 
     def _responds(self, group: WorkerGroup, watch: Callable[[], None]) -> bool:
-        """Measures an idle group, and returns whether it answers: a worker killed meanwhile counts as running until its
-        process has ended."""
+        """Measures an idle group, and returns whether it answers; a worker just killed may still count as running."""
         if self._activity.now.state not in BUSY:
             try:
                 group.measure(watch)

@@ -36,8 +36,7 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
 
 
 def check_endpoint(endpoint: str) -> None:
-    """Raises Refused for an address that no interface of this machine has. A host name is not resolved here, but when
-    the workers start."""
+    """Raises Refused for an address that no interface of this machine has; a host name is resolved by the workers."""
     host, _ = split_endpoint(endpoint)
     try:
         socket.inet_aton(host)
@@ -117,8 +116,7 @@ def checked_plan(inputs: PlanInputs) -> RunPlan:
 
 
 def seconds_from(variable: str, default: float) -> float:
-    """Returns a limit from the environment, or the default with a warning if the value is no number of seconds; 0 is
-    allowed only where it is the default."""
+    """Returns a limit of the environment, or with a warning the default; 0 is allowed where it is the default."""
     text = os.environ.get(variable, "").strip()
     if not text:
         return default
@@ -130,9 +128,8 @@ def seconds_from(variable: str, default: float) -> float:
 
 
 def limits_by_worker(variable: str, unit: str, workers: int) -> tuple[float, ...]:
-    """Returns one limit a worker from the comma-separated numbers of an environment variable, infinite for 0. If there
-    are not as many numbers as workers, the least is used for all. Returns () if nothing is limited, or with a warning
-    if a number is invalid."""
+    """Returns one limit a worker, infinite for 0, from an environment variable; the least for all where there are not
+    as many numbers as workers. () without limits, or with a warning for an invalid number."""
     text = os.environ.get(variable, "").strip()
     numbers = [_number(one) for one in text.split(",")] if text else []
     if None in numbers:

@@ -49,8 +49,7 @@ class Rendezvous:
 
 
 class Torchrun:
-    """The torchrun process of `ranks`, after `start`. The private `folder` is made at once. Raises OSError where the
-    disk is full."""
+    """The torchrun process of `ranks`, after `start`, with a private `folder`. Raises OSError on a full disk."""
 
     machine = ""  # this one
     agent: subprocess.Popen[bytes]
@@ -143,8 +142,7 @@ class Torchrun:
                 os.killpg(self.agent.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Ends torchrun, and waits for the workers' output to end. Idempotent, also on two threads: ComfyUI may end
-        while a run loses its workers."""
+        """Ends torchrun, and waits for the workers' last output. Idempotent, also when two threads call it at once."""
         with self._closing:
             if self._report is not None:
                 self.kill()
@@ -221,8 +219,7 @@ def environment(
 
 
 def _without_comfyui_allocator(environment: Mapping[str, str]) -> dict[str, str]:
-    """Removes the allocator that ComfyUI's main.py sets for its own process, and keeps a user's other allocator
-    options."""
+    """Removes the allocator that ComfyUI's main.py sets for its own process, and keeps the user's other options."""
     variables = dict(environment)
     for name in ALLOCATOR:
         words = variables.pop(name, "").split(",")

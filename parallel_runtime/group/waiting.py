@@ -85,8 +85,7 @@ class Waiting:
             raise self._processes.died(rank) from None
 
     def _root_cause(self, failed: Failed) -> WorkerLost:
-        """Returns the first cause of a failure: a rank that has died, if any, since a rank that loses a peer fails
-        too."""
+        """Returns the first cause of a failure: a rank that has died, if any, as one that loses a peer fails too."""
         time.sleep(PEER_FAILURE_SECONDS)
         for rank in self._ready(0):
             if rank != failed.cause.rank:

@@ -149,8 +149,7 @@ class WorkerGroup:
         return Result(result, done.load_seconds, done.seconds)
 
     def free(self, model: ModelSpec, after: AfterSampling = "unload") -> None:
-        """Frees the conditions of this model on every rank, and keeps its weights, offloads them to main memory, or
-        unloads it."""
+        """Frees this model's conditions on every rank, and keeps, offloads or unloads its weights."""
         self.payloads.free(model, after)
         if not any(reading.weights for reading in self._measure(UNLOAD_SECONDS, model=model, after=after)):
             self.activity.models_unloaded()

@@ -48,8 +48,7 @@ LOCAL = ".<locals>."
 
 
 def pack_of(module: str) -> tuple[str, str] | None:
-    """Returns the folder of custom nodes and the name of the pack whose module of this process this is; None for none,
-    and for ours."""
+    """Returns the custom nodes' folder and the pack whose module this is; None for none, and for ours."""
     return _pack_of(getattr(sys.modules.get(module), "__file__", None) or "")
 
 
@@ -64,8 +63,7 @@ def _pack_of(file: str) -> tuple[str, str] | None:
 
 
 def pack_reference(module: str) -> str | None:
-    """Returns a module of a pack as the workers know it; None for any other. Raises Refused where the pack's files have
-    changed since this process began."""
+    """Returns a pack's module as workers know it; None for others. Raises Refused if the pack's files changed."""
     if (found := pack_of(module)) is None:
         return None
     folder, pack = found
@@ -82,8 +80,7 @@ def name_of_pack(module: str) -> str:
 
 
 def in_import_order(packs: Iterable[str]) -> list[str]:
-    """Sorts PACK@FINGERPRINTs by when this process has imported them: of several that replace the same code, each keeps
-    what was there."""
+    """Sorts PACK@FINGERPRINTs as they were imported: of several that replace one thing, each keeps the last."""
     places = {name: place for place, name in enumerate(sys.modules)}
     return sorted(packs, key=lambda pack: places.get(module_of_pack(path_of_pack(pack) or ""), -1))
 
@@ -107,8 +104,7 @@ def module_of_pack(path: str) -> str:
 
 @functools.cache
 def pack_fingerprint(path: str) -> str:
-    """Fingerprints the source files of the pack at `path`, a folder or one file. Raises Refused where one has changed
-    since this process began."""
+    """Fingerprints a pack's source files, a folder or one. Raises Refused if one changed since this process began."""
     return fingerprint(*itertools.chain(*pack_files(path).items()))[:12]
 
 
@@ -236,8 +232,7 @@ class _Nothing:
 
 
 class Unsendable(Refused):
-    """Raised for a value that no description can be made of: the sampling loop then runs in ComfyUI's process, and the
-    workers only evaluate the network."""
+    """Raised for what cannot be described: the loop then runs in ComfyUI's process, the network in the workers."""
 
 
 def qualified_name(value: Any) -> str:
@@ -311,8 +306,7 @@ def attribute(owner: Any, path: str) -> Any:
 
 
 def named(reference: str) -> Any:
-    """Returns the class or function `module:name` or `module:Class.name`. Raises Refused for code of other modules than
-    `module_reference` names."""
+    """Returns `module:name` or `module:Class.name`. Raises Refused for modules that `module_reference` never names."""
     module, _, name = reference.partition(":")
     home = module_named(module, reference)
     value = attribute(home, name)

@@ -66,8 +66,7 @@ class Mapped(ModelPatcher):
             self.settle(module)
 
     def settle(self, module: torch.nn.Module) -> None:
-        """Gives the module's own weights and buffers, which are on their device, the dtype that they are computed
-        from."""
+        """Casts the module's own weights and buffers, which are on their device, to the dtype computed from."""
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point():
                 module._buffers[name] = buffer.to(getattr(module, f"{name}_comfy_model_dtype", buffer.dtype))
@@ -76,8 +75,7 @@ class Mapped(ModelPatcher):
                 cast(module, name)
 
     def keeps_file_dtype(self, module: torch.nn.Module) -> bool:
-        """Returns whether ComfyUI computes from this module's weights as they are in the file, without rounding them to
-        the dtype of the model."""
+        """Returns whether ComfyUI computes from this module's weights as in the file, not in the model's dtype."""
         return False
 
     def patch_weight_to_device(self, key: str, *args: Any, **kwargs: Any) -> Any:

@@ -58,8 +58,7 @@ class Describer:
         self._next_number = max(self._values, default=-1) + 1
 
     def describe(self, value: Any, what: str, *, of_pack: bool = False) -> Any:
-        """Describes `value`, which is a pack's if `of_pack`. Raises Unsendable, naming `what`, for anything that the
-        workers cannot have."""
+        """Describes `value`, a pack's if `of_pack`. Raises Unsendable, naming `what`, for what cannot be sent."""
         numbers, tensors = len(self._numbers), len(self.tensors)
         try:
             return self.node(value, Parts(self, what, (), of_pack))
@@ -140,8 +139,7 @@ def _is_code_of_a_pack(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Parts:
-    """Describes the parts of a value that is part of `what`. `around` are the ids of that value and those around it,
-    one of which is a pack's if `of_pack`."""
+    """Describes the parts of `what`. `around`: ids of the values around them, one of a pack if `of_pack`."""
 
     describer: Describer
     what: str

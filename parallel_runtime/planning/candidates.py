@@ -29,8 +29,7 @@ from .work_shares import are_uneven, requested_shares, shares_have_no_effect
 
 
 def default_plan(inputs: PlanInputs) -> RunPlan:
-    """Returns the default plan on all devices of the request, "cpu" once a worker where there are none. Raises Refused
-    where the request cannot work."""
+    """Returns the default plan on all devices of the request, or on the CPU. Raises Refused where it cannot work."""
     request, nnodes, devices = inputs.request, inputs.request.nnodes, inputs.devices
     check_request(inputs)
     degrees = _default_degrees(inputs)
@@ -157,8 +156,7 @@ def _nearest(inputs: PlanInputs) -> tuple[Parallelism, dict[str, int]]:
 
 def _degrees(inputs: PlanInputs, default: RunPlan, placement: Placement) -> list[Parallelism]:
     """Returns every product of degrees that the request allows for these workers, the preferred one first; where rows
-    may be split, none before some. Groups of data_degree compute the same where there are fewer images, so that fewer
-    workers, or none, share a sequence."""
+    may be split, none before some. With fewer images than data_degree groups compute the same."""
     workers = placement.world_size
     first = _default_degrees(inputs, workers)
     first = first if inputs.may_split_prompts else _without_cfg_degree(inputs, first)
@@ -278,8 +276,7 @@ def _may_have_stages(inputs: PlanInputs, degrees: Parallelism) -> bool:
 
 
 def _with_weights(inputs: PlanInputs, plan: RunPlan) -> Iterator[RunPlan]:
-    """Yields the plan with what follows from memory and speed: stages, the ring's rotate_method, shares, and weight
-    placements."""
+    """Yields the plan with what memory and speed decide: stages, rotate_method, shares, and weight placements."""
     assert inputs.work is not None
     plan = replace(plan, degrees=_measured_degrees(inputs, plan))
     memory = inputs.memory_of(plan)
@@ -295,8 +292,7 @@ def _with_weights(inputs: PlanInputs, plan: RunPlan) -> Iterator[RunPlan]:
 
 
 def _measured_degrees(inputs: PlanInputs, plan: RunPlan) -> Parallelism:
-    """Returns the degrees with stages, rotate_method and shares. Shares go by speed until the workers have learnt
-    better ones."""
+    """Returns the degrees with stages, rotate_method and shares: by speed until the workers have learnt better ones."""
     memory, profile = inputs.memory_of(plan), inputs.profile_of(plan)
     work, degrees = memory.work, plan.degrees.with_options(rotate_method=rotate_method_for(memory, profile))
     if degrees.pipeline_degree > 1:

@@ -109,8 +109,7 @@ class MemoryModel:
         return estimate_activation_bytes(self.work, self.degrees)
 
     def buffer_bytes_by_rank(self, weights: WeightPlacement) -> tuple[int, ...]:
-        """Returns the size of the buffers that blocks are fetched into, and of the keys and values that token patches
-        keep."""
+        """Returns the bytes of the buffers for fetched blocks, and of the keys and values of token patches."""
         replicated = weights.mode == "replicate"
         return tuple(
             self._block_buffers(self.blocks if replicated else weights.resident_blocks_on(rank)) + cached

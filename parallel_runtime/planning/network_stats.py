@@ -85,8 +85,7 @@ class NetworkStats:
         return 4 * tokens**2 * self.width * self.layers
 
     def key_flop(self, tokens: int) -> float:
-        """Returns the FLOP of the projections of all keys and values of a network that is split by rows, for one
-        sequence."""
+        """Returns the FLOP of all projections of keys and values of a network split by rows, for one sequence."""
         levels = enumerate(self.row_levels)
         return sum(4 * level.attentions * level.width**2 * tokens / 4**number for number, level in levels)
 
@@ -118,8 +117,7 @@ class Work:
 
     @property
     def attention_tensor_bytes(self) -> float:
-        """Returns the size of the queries of one attention, of all sequences; the mean of all levels of a network that
-        is split by rows."""
+        """Returns the bytes of one attention's queries, of all sequences; the mean of levels where rows are split."""
         if not (levels := self.network.row_levels):
             return self.tensor_bytes
         wide = sum(level.attentions * level.width * self.tokens / 4**number for number, level in enumerate(levels))
@@ -145,8 +143,7 @@ class Work:
 
 @dataclass(frozen=True)
 class StageBlocks:
-    """The blocks of one stage: `count` units of them from `first` on, their bytes, how many blocks tokens pass, and
-    their share of all work."""
+    """The blocks of one stage: `count` units from `first` on, their bytes, blocks that tokens pass, share of work."""
 
     first: int
     count: int

@@ -48,8 +48,7 @@ def _check_pipeline(request: ParallelRequest, network: NetworkStats) -> None:
 
 
 def check_run_in_patches(request: ParallelRequest, tokens: int, steps: int | None = None) -> None:
-    """Raises Refused for a latent of too few tokens, or a run of too few steps (None: not known yet), to be
-    sampled in patches."""
+    """Raises Refused where a latent has too few tokens, or a run too few steps (None: unknown), for patches."""
     patches, warmup, most = request.options.token_patches, request.options.warmup_steps, max(1, tokens)
     if patches > most:
         raise Refused("patches.tokens", "patches", {"patches": most}, patches=patches, tokens=tokens, most=most)

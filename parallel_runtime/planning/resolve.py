@@ -67,8 +67,7 @@ def alternatives(inputs: PlanInputs, plan: RunPlan) -> tuple[RunPlan, ...]:
 
 
 def ranked(inputs: PlanInputs) -> list[RunPlan]:
-    """Returns the plan to take, then the best of other devices and cfg_degrees by their seconds. Where none fits the
-    preferred one is first."""
+    """Returns the plan to take, then the best of other devices and cfg_degrees; the preferred one if none fits."""
     plans = [replace(plan, estimate=evaluate(plan, inputs)) for plan in candidates(inputs)]
     plans.sort(key=lambda plan: plan.placement != inputs.live)
     plans = _fastest(plans, lambda plan: (plan.placement, plan.degrees), 1 / SIMILAR_RATIO)
@@ -214,8 +213,7 @@ def _staged(size: EncoderSize, units: Sequence[Load], ranks: Sequence[int], room
 
 
 def _offloaded(size: EncoderSize, rank: int, room: float) -> EncoderPlacement:
-    """Returns an offload with as many blocks on the device as fit, by the largest; without any, large layers are
-    fetched too."""
+    """Returns an offload with as many blocks on the device as fit; without any, large layers are fetched too."""
     largest, buffers = sorted(size.blocks, reverse=True), BLOCK_BUFFERS * max(size.blocks)
     free, resident = room - size.workspace - buffers - size.other - sum(size.layers), 0
     while resident < len(largest) - BLOCK_BUFFERS - 1 and largest[resident] <= free:

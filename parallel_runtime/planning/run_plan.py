@@ -107,8 +107,7 @@ class Speed:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceProfile:
-    """Bytes/s between two workers, FLOP/s of one, bytes/s from main memory to a device while all copy; and the speed of
-    each of the `ranks`, as it was measured."""
+    """Bytes/s between two workers, FLOP/s of one, bytes/s from main memory while all copy, and each rank's speed."""
 
     bytes_per_second: float
     flops_per_second: float
@@ -147,8 +146,7 @@ def why_one_gpu(gpus: int) -> str:
 
 
 def _device(name: str, gpus: int, kind: str, trial: str) -> str:
-    """Returns the device of this name. Raises Refused: `trial` are CPU workers in place of all that were named, where
-    there is no GPU."""
+    """Returns the device of this name. Raises Refused: `trial` are CPU workers to use where there is no GPU."""
     if name == "cpu":
         return name
     fix = {"devices": trial}

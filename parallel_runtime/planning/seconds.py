@@ -96,8 +96,7 @@ def _evaluation_seconds_by_rows(work: Work, degrees: Parallelism, profile: Devic
 
 
 def _row_exchange_seconds(work: Work, degrees: Parallelism, profile: DeviceProfile) -> float:
-    """Returns the seconds of all messages of a rank: of norms with the edges of rows, and of attentions over the pixels
-    of a level."""
+    """Returns the seconds of all messages of a rank: norms with the edges of rows, and attentions over pixels."""
     ring, ulysses, network = degrees.ring_degree, degrees.ulysses_degree, work.network
     hops = 1 if degrees.options.rotate_method in ("allgather", "tokens") else ring - 1
     each = (hops if ring > 1 else 0) + (2 if ulysses > 1 else 0)
@@ -140,8 +139,7 @@ def shares_by_speed(work: Work, profile: DeviceProfile) -> tuple[int, ...]:
 
 
 def averaged(work: Work, degrees: Parallelism, profile: DeviceProfile) -> DeviceProfile:
-    """Returns the profile with the speed of one of uniform workers: the one that computes longest by its share
-    is waited for."""
+    """Returns the profile of equal workers as slow as the one that computes longest by its share."""
     each, ranks = degrees.context_parallel_size, iter(single_worker_seconds_by_rank(work, profile))
     slowest = max(each * next(ranks) * share / sum(group) for group in degrees.cp_group_shares for share in group)
     return replace(
@@ -152,15 +150,13 @@ def averaged(work: Work, degrees: Parallelism, profile: DeviceProfile) -> Device
 
 
 def times_as_fast(work: Work, degrees: Parallelism, profile: DeviceProfile) -> float:
-    """Returns how many times as fast a step is on these workers as on one worker: prompts, images and tokens are shared
-    out."""
+    """Returns how many times as fast a step is on these workers, which share out its work, as on one."""
     several = work.prompts_per_rank(degrees) * evaluation_seconds(work, degrees, profile)
     return work.prompts * evaluation_seconds(work, Parallelism(), profile) / several
 
 
 def attention_bytes(work: Work, degrees: Parallelism) -> float:
-    """Returns the bytes that one rank sends in one attention; for a network that is split by rows the mean of all its
-    attentions."""
+    """Returns the bytes that a rank sends in one attention; where rows are split the mean of all attentions."""
     all_to_all, per_hop = _sent_bytes(work.attention_tensor_bytes * _sent_share(work, degrees), degrees)
     return all_to_all + per_hop * (degrees.ring_degree - 1)
 
@@ -210,9 +206,8 @@ def _sent_share(work: Work, degrees: Parallelism) -> float:
 
 
 def _sent_bytes(tensor_bytes: float, degrees: Parallelism) -> tuple[float, float]:
-    """Returns what one rank sends for Ulysses, queries, keys, values and result, and in each hop of a ring: keys and
-    values, or the tokens that both are made of. `tensor_bytes` is the size of one of these tensors on all ranks
-    together."""
+    """Returns what one rank sends for Ulysses (queries, keys, values, result), and in each hop of a ring (keys and
+    values, or the tokens of both). `tensor_bytes`: one of these tensors on all ranks."""
     share, ulysses = tensor_bytes / degrees.context_parallel_size, degrees.ulysses_degree
     ring_tensors = 1 if degrees.options.rotate_method == "tokens" else 2
     return 4 * share * (ulysses - 1) / ulysses, ring_tensors * share

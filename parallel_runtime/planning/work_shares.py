@@ -147,8 +147,7 @@ class ShareBalance:
         return {degrees: tried.shares for (spec, degrees), tried in self._tried.items() if spec == model.unpatched}
 
     def learn(self, model: ModelSpec, degrees: Parallelism, seconds: Sequence[float | None]) -> None:
-        """Takes the seconds that each rank computed in a step of a run by these degrees; None if it could not
-        measure."""
+        """Takes the seconds that each rank computed in a step by these degrees; None if it could not measure."""
         known = [each for each in seconds if each is not None]
         shares = degrees.shares or (1,) * degrees.world_size
         least = MIN_STEP_SECONDS_SHARED_DEVICE if self._placement.shared else MIN_STEP_SECONDS

@@ -246,8 +246,7 @@ def prove(sock: socket.socket, key: str, *, host: bool) -> bool:
 
 
 def receive_exactly(sock: socket.socket, size: int, deadline: float) -> bytes:
-    """Reads `size` bytes. Raises EOFError when the other side ends before, TimeoutError past the `deadline` by
-    time.monotonic()."""
+    """Reads `size` bytes. Raises EOFError if the other side ends, TimeoutError past the monotonic `deadline`."""
     parts = b""
     while len(parts) < size:
         if not ready(sock, select.POLLIN, deadline - time.monotonic()):

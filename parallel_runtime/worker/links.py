@@ -24,8 +24,7 @@ PIECE_BYTES = 256 << 20
 
 
 def payload(bundle: int | None) -> int:
-    """Returns the file descriptor of a request's bundle. With several machines the host sends it to rank 0 alone, and
-    the others get a copy. Collective then."""
+    """Returns the descriptor of a request's bundle, of which rank 0 sends other machines a copy. Collective then."""
     if machine_count() == 1:
         assert bundle is not None
         return bundle

@@ -93,8 +93,7 @@ class Model:
         return None if self.parallelism.splits_tokens or backend == "auto" else backend_override(backend)
 
     def parallelize(self, mesh: ContextMesh, parallelism: Parallelism) -> None:
-        """Splits the network over `mesh` for every later forward, with the attributes that `spec` names, after undoing
-        the split before."""
+        """Splits the network over `mesh`, with the attributes of `spec`, for every later forward."""
         self.compile(None)
         self.undo_split.close()
         self.graph_runner.discard()
@@ -108,8 +107,7 @@ class Model:
         self.graph_runner.any_rank = partial(any_rank, dim=mesh.context)
 
     def split(self, parallelism: Parallelism) -> None:
-        """Splits the blocks over pipeline stages and the tokens over ranks, until `undo_split` is closed. ComfyUI's
-        process has refused what a network cannot."""
+        """Splits blocks over stages, tokens over ranks, until `undo_split` is closed. It has been checked before."""
         staged = parallelism.pipeline_degree > 1
         if not staged and not parallelism.splits_tokens:
             return

@@ -92,8 +92,7 @@ class Progress:
 
     @contextmanager
     def reporting_blocks(self, blocks: BlockCounter) -> Iterator[None]:
-        """Sends a heartbeat in each HEARTBEAT_SECONDS of this context, which says whether the device has computed a
-        block."""
+        """Sends a heartbeat each HEARTBEAT_SECONDS of this context: has the device ended a block?"""
         over = threading.Event()
 
         def report() -> None:
@@ -144,8 +143,7 @@ class Progress:
             )
 
     def compare_ranks(self, after: str, what: str, *tensors: Tensor) -> None:
-        """Raises RuntimeError on every rank if any rank's tensors differ from rank 0's in any bit, where their devices
-        differ or with CP_DEBUG. Collective then."""
+        """Raises RuntimeError on all ranks if tensors of unlike devices, or with CP_DEBUG, differ. Collective."""
         if not DEBUG and not self._group_state.heterogeneous:
             return
         if differing := differing_ranks(*tensors):
@@ -153,8 +151,7 @@ class Progress:
             raise RuntimeError(f"after {after} the {what} of rank {ranks} differs from that of rank 0")
 
     def _start_timer(self, step: int) -> None:
-        """Ends the timer of the last step and starts one for this step if it is timed. On the CPU the host's clock
-        already shows the waiting."""
+        """Ends the last step's timer and starts one for a timed step. On the CPU the host's clock shows the waiting."""
         if self._group_state.comm_timer is not None:
             self._group_state.comm_timer.end()
         self._group_state.comm_timer = None

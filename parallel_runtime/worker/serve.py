@@ -82,8 +82,7 @@ def out_of_memory(device: torch.device, models: Sequence[Model]) -> Sentence:
 
 
 def readings(device: torch.device, models: Sequence[Model]) -> Readings:
-    """Returns the memory readings of this rank, which the page shows and the host plans by; in a run Progress adds what
-    its steps take."""
+    """Returns this rank's memory readings, for the page and for plans; in a run Progress adds those of its steps."""
     used, total = _used_and_total(device)
     graphs = _sum([model.graph_runner.stats for model in models])
     return Readings(
@@ -188,8 +187,7 @@ class Worker:
                     pass  # it lost the race with the answer
 
     def _answer(self, request: Run, bundle: int) -> tuple[Done, int | None]:
-        """Runs a job and returns its answer. A refusal is one too: this rank then waits for the next job, and the host
-        checks that all ranks refused."""
+        """Runs a job and returns its answer, or its refusal: the host checks that all ranks refused."""
         job = read_job(read_bundle(bundle), self._output)
         now, state = event_factory(self._device), self._models.group_state
         progress = Progress(self._channel, request.job, self._readings, state, now)

@@ -151,8 +151,7 @@ class BackendOverride:
         return try_kernel(q, k, v, _four_dims(mask), call.scale, self._backend_for(call))
 
     def _backend_for(self, call: _NativeCall) -> AttentionBackend:
-        """Returns the chosen backend, or FALLBACK where a node's override attends or ComfyUI forbids low precision. The
-        same on all ranks."""
+        """Returns the chosen backend, alike on all ranks; FALLBACK where a node attends or for high precision."""
         backend = self._requested(call)
         kernel = FUNCTIONS.get(backend)
         if kernel is None or not kernel.spec.low_precision or call.options.get(_LOW_PRECISION) is not False:
@@ -185,8 +184,7 @@ class AttentionOverride(BackendOverride):
         self._ring_kernel = ""  # what a node's override calls
 
     def begin(self, previous: Override | None) -> None:
-        """Begins a forward, for which a node has set the override `previous`. Wrapped functions use this one until
-        `end`."""
+        """Begins a forward, for which a node has set `previous`. Wrapped functions use this override until `end`."""
         self._ring_kernel = "" if previous is None else ring_backend(attention_called_by(previous))
         if previous is not None and self._mesh.ring.size > 1 and not self._ring_kernel:
             raise self._has_no_lse(previous)

@@ -92,8 +92,7 @@ def check_backend(backend: AttentionBackend, device: torch.device) -> None:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, backend: AttentionBackend
 ) -> Tensor:
-    """Attends with `mask` [B, 1 or H, 1 or Sq, Sk], bool or additive. Calls that `backend` does not support go to
-    PyTorch's own choice, as with "native"."""
+    """Attends with `mask` [B, 1 or H, 1 or Sq, Sk], bool or additive; as "native" where `backend` cannot."""
     if torch.compiler.is_compiling() and backend in FUNCTIONS:
         return attend_op(query, key, value, mask, scale, _OP_IDS[backend], [])
     out = try_kernel(query, key, value, mask, scale, backend)
@@ -159,8 +158,7 @@ def repeat_kv(tensor: Tensor, heads: int) -> Tensor:
 
 
 def contiguous_by_head(tensor: Tensor) -> Tensor:
-    """Returns many tokens on the CPU with those of each head side by side: its kernel reads them again and again, by
-    heads."""
+    """Returns many tokens on the CPU with each head's side by side: its kernel reads them by heads, again and again."""
     if tensor.device.type != "cpu" or tensor.shape[1] < _MIN_CONTIGUOUS_TOKENS:
         return tensor
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)

@@ -33,8 +33,7 @@ class Mask:
         self._cache: dict[Hashable, Any] = {}
 
     def block(self, start: int, size: int) -> Tensor:
-        """Returns [1 or B, 1 or heads, 1 or queries, size] of the keys from `start` on, as scaled_dot_product_attention
-        takes it."""
+        """Returns [1 or B, 1 or heads, 1 or queries, size] of the keys from `start` on, for PyTorch's attention."""
         return self._cached(("block", start, size), lambda: self.pairs[..., start : start + size].contiguous())
 
     def bias(self, spans: Spans, dtype: torch.dtype) -> Tensor:
@@ -49,8 +48,7 @@ class Mask:
         return self._cached(("heads", start, size), lambda: Mask(self.pairs[:, start : start + size], self.kind))
 
     def fully_masked(self) -> Tensor:
-        """Returns [1 or B, 1 or queries, 1 or heads, 1]: True where a query has no key at all; then its output is
-        zero."""
+        """Returns [1 or B, 1 or queries, 1 or heads, 1]: True where a query has no key, so that its output is zero."""
 
         def find() -> Tensor:
             seen = self.pairs if self.pairs.dtype == torch.bool else self.pairs > -torch.inf
@@ -72,8 +70,7 @@ class Mask:
 
 
 def _pair(pairs: Tensor, *, of_queries: bool = True) -> Mask:
-    """Returns a mask of `pairs`; `of_queries`: it differs between the queries of this rank's Ulysses group. Numbers
-    attend where they are not zero."""
+    """Returns a mask of `pairs`, which differ between this rank's queries if `of_queries`. Numbers but 0 attend."""
     if not pairs.is_floating_point() and pairs.dtype != torch.bool:
         pairs = pairs != 0
     return Mask(pairs, (pairs.dtype, pairs.shape[0] > 1, pairs.shape[1] > 1, of_queries))
@@ -114,9 +111,8 @@ def gather_key_mask(mask: Tensor, batch: int, heads: int, streams: Streams, name
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns `mask` as a finite bias. What would be minus infinity in `dtype` becomes a huge negative number, so that
-    a block whose keys are all masked has a log-sum-exp that vanishes in the merge; with -inf itself kernels return 0
-    there, or NaN."""
+    """Returns `mask` as a finite bias: a huge negative number for -inf, so that a block whose keys are all masked has a
+    log-sum-exp that vanishes in the merge. With -inf itself kernels return 0 there, or NaN."""
     floor = torch.finfo(dtype).min / 2
     if mask.dtype == torch.bool:
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, floor)
@@ -144,8 +140,7 @@ def pair_mask(mask: Tensor, streams: Streams, queries: Names, keys: Names, mesh:
 
 
 def patch_mask(mask: Tensor, batch: int, heads: int, streams: Streams, queries: Names, keys: Names) -> Mask:
-    """Returns the part for the current token patch's queries of a mask of all queries and all keys, in the streams'
-    order."""
+    """Returns the current token patch's rows of a mask of all queries and all keys, in the streams' order."""
     pairs = mask.ndim == 4 and mask.shape[2] > 1
     if mask.shape[-1] != streams.total(keys) or (pairs and mask.shape[2] != streams.total(queries)):
         raise Unsplittable(f"a mask of {list(mask.shape)} is of a patch of {streams.total(keys)} keys", "patches")

@@ -38,8 +38,7 @@ MAX_PENDING_BLOCKS = 8  # blocks that are merged at once; more would take more m
 
 
 class Merge:
-    """Attention over the blocks added so far. Blocks wait until there are several, or no more: then their outputs are
-    read once each, into one sum."""
+    """Attention over the blocks added so far. Blocks wait until there are several, to be read once each."""
 
     def __init__(self, *, in_float32: bool) -> None:
         self._in_float32 = in_float32
@@ -47,8 +46,7 @@ class Merge:
         self._lses: list[Tensor] = []
 
     def add(self, out: Tensor, lse: Tensor) -> None:
-        """Adds a block's output [B, Sq, H, D] and log-sum-exp [B, Sq, H, 1], which must be finite. Keeps both, and may
-        write into them."""
+        """Adds a block's finite output [B, Sq, H, D] and log-sum-exp [B, Sq, H, 1]. May write into both."""
         if len(self._outs) == MAX_PENDING_BLOCKS:
             weights, lse_of_all = self._weights(), torch.logsumexp(torch.stack(self._lses), 0)
             self._outs, self._lses = [self._sum(self._outs, weights)], [lse_of_all]
@@ -97,8 +95,7 @@ Slot = tuple[int, Tensor, Block]  # a block during rotation: its owner, its mess
 def exchange(
     block: Block, key_counts: Sequence[int], mesh_dim: MeshDim, streams: Streams, options: EngineOptions
 ) -> Iterator[tuple[Owners, Block]]:
-    """Yields (owners' indices, keys and values) of the rank's own block, from its original memory, then of the others,
-    which are sent as these options say."""
+    """Yields (owners' indices, keys and values) of this rank's block, then of the others, sent as options say."""
     key, value = map(to_float8, block) if options.sends_float8 else block
     if options.rotate_method == "allgather":
         blocks = all_gather_blocks((key, value), key_counts, mesh_dim)
@@ -220,8 +217,7 @@ class AllToAllLayout:
         return (None, None) if self.even else (list(self.by_heads), list(self.by_tokens))
 
     def segments(self, flat: Tensor, *, joined: bool) -> list[tuple[tuple[HeadRun, ...], Tensor]]:
-        """Returns each run of every tensor with its part [ranks, own tokens, B, heads, D] of what is split by tokens,
-        in the dims of `HeadRun.of`."""
+        """Returns every tensor's runs, each with its part [ranks, own tokens, B, heads, D] as by `HeadRun.of`."""
         own, start, parts = self.tokens[self.index], 0, []
         for runs in zip(*self.runs, strict=True):
             ranks, heads = runs[0].ranks, sum(run.count for run in runs)
@@ -245,8 +241,7 @@ def all_to_all_layout(
     chunk: int,
     chunk_count: int,
 ) -> AllToAllLayout:
-    """Returns the layout for tensors of `heads` each in part `chunk` of `chunk_count`. Ranks have the same multiple of
-    each tensor's heads."""
+    """Returns the layout of part `chunk` of tensors of `heads` each, of which ranks have the same multiples."""
     runs = tuple(_runs(count, parts, chunk, chunk_count) for count in heads)
     assert len({tuple(run.ranks for run in of_tensor) for of_tensor in runs}) == 1
     counts = [[run.count for run in of_tensor for _ in range(run.ranks)] for of_tensor in runs]

@@ -36,8 +36,7 @@ zeros = torch.zeros
 
 
 def allocate(shape: Sequence[int], like: Tensor, device: torch.device | None = None) -> Tensor:
-    """Returns uninitialised memory of the dtype and device of `like`. All buffers of the engine come from here or
-    from `allocate_scratch`."""
+    """Returns uninitialised memory like `like`. All buffers of the engine come from here or from `allocate_scratch`."""
     return empty(tuple(shape), dtype=like.dtype, device=device or like.device)
 
 
@@ -83,8 +82,7 @@ class Pending:
 def all_to_all(
     send: Tensor, outputs: Tensor, send_counts: list[int] | None, recv_counts: list[int] | None, mesh_dim: MeshDim
 ) -> Pending:
-    """Starts an all-to-all of flat tensors: `send_counts[i]` elements go to rank i, `recv_counts[i]` come back (None:
-    even)."""
+    """Starts an all-to-all of flat tensors; so many elements go to, and come from, each rank (None: even counts)."""
     buffer = _comm_buffer(outputs, mesh_dim)
     options: Any = {"group": mesh_dim.group, "async_op": True}
     work = dist.all_to_all_single(buffer, _to_comm_device(send, mesh_dim), recv_counts, send_counts, **options)
@@ -219,8 +217,7 @@ def any_rank(flag: bool, dim: MeshDim | None = None) -> bool:
 
 
 def differing_ranks(*parts: str | bytes | Tensor, dim: MeshDim | None = None) -> list[int]:
-    """Returns the ranks whose texts or tensors differ from the first one's in any bit. Collective as
-    `all_gather_ints`."""
+    """Returns the ranks whose texts or tensors differ from rank 0's in any bit. Collective as `all_gather_ints`."""
     digests = all_gather_int(int(fingerprint(*parts)[:FINGERPRINT_DIGITS], 16), dim)
     return [rank for rank, digest in enumerate(digests) if digest != digests[0]]
 

@@ -185,8 +185,7 @@ def participating_ranks(sizes: Sequence[int], device: torch.device) -> MeshDim |
 def _context(
     mesh: DeviceMesh, mesh_dims: Mapping[str, MeshDim], comm_device: torch.device | None, single_rank: MeshDim
 ) -> MeshDim:
-    """Returns the dim of ring and Ulysses together; it has a group of its own only where no other has just these
-    ranks."""
+    """Returns the dim of ring and Ulysses together; it has its own group only where no other has these ranks."""
     parts = [mesh_dims[name] for name in ("ring", "ulysses") if name in mesh_dims]
     if len(parts) < 2:
         return parts[0] if parts else single_rank
@@ -219,8 +218,7 @@ def mesh_dim_of(group: dist.ProcessGroup, comm_device: torch.device | None, grou
 
 
 def comm_device_of(device: torch.device) -> torch.device | None:
-    """Returns the `comm_device` of ranks that compute on `device`: gloo moves CPU tensors only, also for ranks that
-    share one GPU."""
+    """Returns the `comm_device` of ranks that compute on `device`: the CPU for gloo, as where they share a GPU."""
     if device.type == "cpu" or not dist.is_initialized():
         return None
     backends = dict(part.split(":") for part in dist.get_backend_config().split(","))

@@ -196,16 +196,14 @@ class CommTimer:
 
 
 class LaunchThrottle:
-    """Keeps the host at most one evaluation ahead of its device: otherwise progress and timings are wrong, and a
-    cancel waits for all queued work."""
+    """Keeps the host one evaluation ahead of its device at most: progress is right then, and a cancel quick."""
 
     def __init__(self, make_event: EventFactory) -> None:
         self._make_event = make_event
         self._start: DeviceEvent | None = None
 
     def wait_for_turn(self, on_poll: Callable[[], None]) -> None:
-        """Waits, before each evaluation, until the evaluation before the last has ended, and calls `on_poll`
-        every POLL_SECONDS until then."""
+        """Waits until the evaluation before the last has ended, and calls `on_poll` every POLL_SECONDS until then."""
         event = self._make_event()
         while self._start is not None and not self._start.query():
             on_poll()
@@ -253,15 +251,13 @@ CGROUP = Path("/sys/fs/cgroup")  # of this container, where it is one
 
 
 def host_free_bytes() -> int:
-    """Returns the bytes of main memory that can be allocated without swapping, or before a container's limit ends the
-    process."""
+    """Returns the bytes of main memory that are free without swapping, and below the limit of a container."""
     meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     return min([int(meminfo["MemAvailable"].split()[0]) << 10, *_free_bytes_of_cgroup()])
 
 
 def _free_bytes_of_cgroup() -> list[int]:
-    """Returns the bytes below the limit of the cgroup (v2, else v1), those of cached files included; nothing without a
-    limit."""
+    """Returns the bytes below the limit of the cgroup (v2, else v1), with those of cached files; [] without a limit."""
     for folder, limit, used in (
         (CGROUP, "memory.max", "memory.current"),
         (CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),

@@ -49,8 +49,7 @@ def share_of(x: Tensor, unit: int, ranks: MeshDim) -> Share:
 
 @dataclass(frozen=True)
 class Conversion:
-    """`model.decode` or `model.encode` over ranks that compute on `device`. `on_rows(own, total)` is the context of a
-    run on so many of the rows."""
+    """`model.decode` or `.encode` over ranks that compute on `device`, within `on_rows(own rows, all rows)`."""
 
     model: nn.Module
     method: VAEMethod
@@ -100,8 +99,7 @@ class Conversion:
 
 
 def _copy_out(output: Tensor, place: Tensor) -> None:
-    """Copies to main memory in the same dtype, and widens it there, a piece at a time: a wide copy would fill the
-    device."""
+    """Copies to main memory, and widens it there, a piece at a time: a wide copy would fill the device."""
     if output.ndim == 4 and place.ndim == 5:  # of one frame, without the dim of time
         output = output.unsqueeze(2)
     if output.shape != place.shape:

@@ -21,8 +21,7 @@ SELF, CROSS = "attn1", "attn2"
 
 
 class FullPatches:
-    """`undivided` is the context that a patch runs in. `has_full_tokens`: the current attention has all tokens, for a
-    patch."""
+    """Patches run in the context `undivided`. `has_full_tokens`: the current attention has all tokens, for a patch."""
 
     def __init__(self, undivided: Callable[[], AbstractContextManager[None]]) -> None:
         self.has_full_tokens = False
@@ -79,8 +78,7 @@ class FullPatches:
         return tuple(None if x is None else self._split_picture(x, of) for x, of in zip(output, full, strict=True))
 
     def _split_picture(self, output: Tensor, before: Tensor) -> Tensor:
-        """Returns this rank's rows. Raises NoLevel for a picture of another size than before (Deep Shrink): its rows
-        would be of another level or none."""
+        """Returns this rank's rows. Raises NoLevel for a picture of another size than before (Deep Shrink)."""
         if output.shape[-2:] != before.shape[-2:]:
             raise self._no_level("a picture", output.shape)
         return self._levels.split(output)

@@ -175,8 +175,7 @@ def group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Computes torch.nn.functional.group_norm with the statistics of all ranks, in float32 whatever the activations are
-    in."""
+    """Computes torch.nn.functional.group_norm with the statistics of all ranks, in float32 whatever `x` is in."""
     weights = share.weights(x)
     local = _moments(x, num_groups)
     (moments,) = all_gather_v(local[None], [1] * share.ranks.size, share.ranks).wait()
@@ -211,8 +210,7 @@ def group_norm_with_edges(
 
 
 def _normalize(x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """Normalizes in one fused kernel, which computes in float32: a batch norm whose channels are all items'
-    channels."""
+    """Normalizes in one fused kernel, in float32: a batch norm whose channels are all items' channels."""
     batch, channels = x.shape[:2]
     by_group = (2, batch, moments.shape[2], channels // moments.shape[2])
     mean, variance = moments.unsqueeze(3).expand(by_group).reshape(2, -1)
@@ -243,8 +241,7 @@ def _moments(x: Tensor, num_groups: int) -> Tensor:
 
 
 def _combined_moments(weights: Tensor, moments: Tensor) -> Tensor:
-    """Combines [ranks, 2, batch, groups] into [2, batch, groups] by Chan's formulas: the mean of the variances, and the
-    variance of the means."""
+    """Combines [ranks, 2, batch, groups] into [2, batch, groups]: mean of variances, variance of means (Chan)."""
     means, variances = moments.unbind(1)
     weights = weights.to(means.dtype)
     mean = torch.tensordot(weights, means, 1)
@@ -254,8 +251,7 @@ def _combined_moments(weights: Tensor, moments: Tensor) -> Tensor:
 def norm(
     share: Share, func: Function, x: Tensor, p: Any = "fro", dim: Any = None, keepdim: bool = False, **options: Any
 ) -> Tensor:
-    """Computes torch.norm of each channel over all rows and columns of `x` [batch, rows, columns, channels], in float32
-    at least."""
+    """Computes torch.norm of each channel over all rows and columns of [batch, rows, columns, channels], in float32."""
     if p not in (2, 2.0) or tuple(dim or ()) != (1, 2) or not keepdim or any(options.values()):
         raise Unsplittable(f"norm over dim {dim} of {tuple(x.shape)}")
     local = func(x, 2, dim, True, dtype=x.dtype if x.dtype in WIDE else torch.float32)

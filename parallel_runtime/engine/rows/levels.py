@@ -73,8 +73,7 @@ class Share:
         return rows.movedim(0, self.dim)
 
     def weights(self, x: Tensor) -> Tensor:
-        """Returns each rank's weight in the mean over all rows of `x`, which lie flat in 3 dims: its share of the rows,
-        float32."""
+        """Returns each rank's share of all rows of `x`, which lie flat in 3 dims: float32, the weights of a mean."""
         key = rows, _ = (self.rows_of(x, "a group norm") if x.ndim > 3 else self.units), x.device
         if key not in self._weights:
             self._weights[key] = torch.tensor([each / sum(rows) for each in rows], device=x.device)
@@ -174,8 +173,7 @@ class Levels(Share):
         return {self.tokens(level)[self.index]: level for level in range(self.depth + 1)}
 
     def level(self, shape: Sequence[int], what: str, *, full: bool = False) -> int:
-        """Returns the level of this rank's rows of shape [..., H, W], or of all ranks' where it is the `full` picture.
-        Raises NoLevel where there is none."""
+        """Returns the level of this rank's rows [..., H, W], or of a `full` picture. Raises NoLevel without one."""
         if (level := self._level(shape, full=full)) is None:
             raise NoLevel(f"{what} of {tuple(shape)} belongs to no level of {self.rows} x {self.across}")
         return level
@@ -228,8 +226,7 @@ class Levels(Share):
         return full.movedim(0, at).flatten(1, 2)
 
     def gather_flat(self, x: Tensor) -> Tensor:
-        """Gathers [B, local tokens, C] to [B, all tokens, C], rank by rank, which is the order of rows where these are
-        split. Collective."""
+        """Gathers [B, local tokens, C] to [B, all tokens, C], rank by rank. Collective."""
         (full,) = all_gather_v(x.transpose(0, 1), self.tokens(self.by_tokens[x.shape[1]]), self.ranks).wait()
         return full.transpose(0, 1)
 
@@ -262,8 +259,7 @@ def levels_of(shape: torch.Size, depth: int, ranks: MeshDim, *, only_multiples: 
 
 
 def _units(rows: int, depth: int, ranks: MeshDim) -> Rows:
-    """Returns the rows of the last level: each rank ends at that which is next to its quota of `rows`, and has one at
-    least."""
+    """Returns the rows of the last level: each rank ends next to its quota of `rows`, and has one at least."""
     last, ends = -(-rows // 2**depth), [0]
     for number, quota in enumerate(accumulate(chunk_sizes(rows, ranks.parts)), 1):
         end = round(quota / 2**depth) if number < ranks.size else last

@@ -189,8 +189,7 @@ class RowDivision(ExitStack):
 
 
 class CascadeDivision(RowDivision):
-    """The division of a network of Stable Cascade, whose attentions have the text's keys too, and which resizes
-    pictures to its own size."""
+    """Divides a network of Stable Cascade: attentions have the text's keys too, and it resizes pictures."""
 
     _plan: CascadeRowPlan
 
@@ -216,8 +215,7 @@ class CascadeDivision(RowDivision):
         return levels.split(F.interpolate(picture, size=size, mode="bilinear", align_corners=True))
 
     def _attend(self, local: bool, forward: Forward, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Attends in a module that is given a picture and the text, and with `self_attn` puts the picture's keys
-        before it."""
+        """Attends to the text, and with `self_attn` to the picture's keys before it."""
         keys, levels = args[0], self._levels
         local = local or levels is None or not kwargs.get("self_attn", False)
         if levels is not None and not local:

@@ -140,8 +140,7 @@ class Splitter(Streams):
         self.record_length(unknown[0], remainder, where)
 
     def _record_combined(self, streams: Names, length: int, where: str) -> None:
-        """Records streams of which no block has run, as where a node skips a whole stack: the last gets all tokens, the
-        others none."""
+        """Records streams of which no block has run, as where a node skips a stack: the last gets all tokens."""
         if not any(map(self.is_known, streams)):
             for stream in streams:
                 self.record_length(stream, length if stream == streams[-1] else 0, where)
@@ -219,8 +218,7 @@ class Splitter(Streams):
         return self._local(full, streams, 0)[local_positions]
 
     def _local_position(self, at: int, streams: Names, before: int = 0) -> int:
-        """Returns the index, among this rank's tokens, of a position in the concatenated full streams, plus
-        `before`."""
+        """Returns `before` plus the index, among this rank's tokens, of a position in the concatenated full streams."""
         for stream in streams:
             length, local = self.length(stream), self.local_count((stream,))
             start = 0 if stream in self.replicated else self.local_chunk(stream)[0]

@@ -83,8 +83,7 @@ class PipeFusion:
                 self._branches = {key: branch for key, branch in self._branches.items() if key in keys}
 
     def turns(self, key: Hashable, lengths: Callable[[], Mapping[str, int]]) -> Iterator[None]:
-        """Runs one evaluation of the branch `key`: yields once for each patch, or once for all tokens. `lengths`, of
-        the streams, is called at the end."""
+        """Evaluates the branch `key`: yields once a patch, or once for all tokens. `lengths` is called at the end."""
         key_in_step = (0 if self._step_keys is None else len(self._step_keys), key)
         if self._step_keys is not None:
             self._step_keys.append(key_in_step)
@@ -319,16 +318,14 @@ class Streams:
         return first + sum(sizes[:index]), sizes[index]
 
     def _active_range(self, stream: str) -> tuple[int, int]:
-        """Returns (start, size) of the tokens that are split over the ranks: all of them, or those of the current
-        patch."""
+        """Returns (start, size) of the tokens that the ranks split: all, or those of the current patch."""
         length = self.length(stream)
         return (0, length) if self.pipefusion is None else self.pipefusion.active_range(stream, length)
 
     def global_positions(
         self, names: tuple[str, ...], device: torch.device, ranks: Sequence[int] | None = None
     ) -> Tensor:
-        """Returns the positions of the chunks of `ranks` (None: all) in the concatenated full streams `names`, rank by
-        rank."""
+        """Returns the positions of the chunks of `ranks` (None: all) in the concatenated streams, rank by rank."""
         starts = [self.total(names[:n]) for n in range(len(names))]
         ranges = [
             (before + start, size)

@@ -64,8 +64,7 @@ def _flags(setup: ComfySetup, device: torch.device) -> list[str]:
 
 
 def _check_off() -> None:
-    """Raises Refused where ComfyUI has dynamic VRAM or its compiler on, which in the versions that we know only a flag
-    turns on."""
+    """Raises Refused where ComfyUI has dynamic VRAM or its compiler on, which only a flag does in known versions."""
     import comfy.cli_args
     import comfyui_version
 

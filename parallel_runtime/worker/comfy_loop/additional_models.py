@@ -191,8 +191,7 @@ LOADERS: dict[str, Callable[[dict[str, Any]], Additional]] = {
 
 
 def _alike(name: str) -> Callable[..., Tensor]:
-    """Returns ComfyUI's method of this name, which neither unloads other models nor goes on in tiles where this rank's
-    memory is short."""
+    """Returns ComfyUI's method of this name, which neither unloads others nor tiles where memory is short here."""
 
     def method(self: VAE, *args: Any, **kwargs: Any) -> Tensor:
         management = vars(comfy.model_management)

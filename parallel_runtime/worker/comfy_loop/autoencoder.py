@@ -1,5 +1,4 @@
-"""ComfyUI's VAEs on this rank: each is loaded with the function that loaded it in ComfyUI, or from its weights, and
-runs its own forward on its rows."""
+"""ComfyUI's VAEs on this rank: each is loaded as it was in ComfyUI, or from its weights, and runs on its rows."""
 
 from __future__ import annotations
 
@@ -65,8 +64,7 @@ def build(spec: ModelSpec, weights: Mapping[str, Tensor] | None, device: torch.d
 
 
 def native_vae(spec: ModelSpec, weights: Mapping[str, Tensor] | None) -> comfy.sd.VAE:
-    """Returns ComfyUI's VAE that `spec` describes, in main memory. Raises Refused where this rank's ComfyUI builds
-    another one."""
+    """Returns ComfyUI's VAE of `spec`, in main memory. Raises Refused where this ComfyUI builds another one."""
     dtype = getattr(torch, spec.weight_dtype)
     if spec.loader:
         with noted_vaes() as made, calls_loader(Mapped):

@@ -1,5 +1,4 @@
-"""One of ComfyUI's models on this rank, loaded by ComfyUI's own loader: its ModelPatcher, the weight patches on it, and
-the clone that a job uses."""
+"""One of ComfyUI's models on this rank: ComfyUI's own ModelPatcher, its weight patches, and a job's clone."""
 
 from __future__ import annotations
 
@@ -182,9 +181,8 @@ class ComfyModel(Model):
         return super().unrecordable_reason()
 
     def clone(self, patches: Described | None, on_progress: Callable[[float], None]) -> RankPatcher:
-        """Returns a MODEL with `patches`, whose fingerprint is `spec.patches_fingerprint`, described by
-        `describe_weight_patches` of nodes/describe/model.py. None stands for the last job's; raises Refused if that had
-        others."""
+        """Returns a MODEL with `patches`, as `describe_weight_patches` describes them, of `spec.patches_fingerprint`.
+        None stands for the last job's; raises Refused if those were others."""
         if self.weight_patches[0] != self.spec.patches_fingerprint:
             if patches is None:
                 raise Refused("weights.unsent")
@@ -207,8 +205,7 @@ class ComfyModel(Model):
         return {key: value for key, value in patches.items() if not key.startswith(remote)}
 
     def with_partner(self, weight_patches: Sequence[Described | None]) -> list[tuple[ComfyModel, Described | None]]:
-        """Returns this model with its weight patches; and the model of the negative prompt with its own, where the
-        guider has two."""
+        """Returns this model with its weight patches; and the negative prompt's, where the guider has two MODELs."""
         models = [self]
         if self.partner is not None and self.spec.partner is not None and len(weight_patches) > 1:
             self.partner.spec = self.spec.partner

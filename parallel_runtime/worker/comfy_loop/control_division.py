@@ -89,8 +89,7 @@ def _divide(undo: ExitStack, users: dict[nn.Module, list[ControlBase]], model: M
 
 
 def _plan_of(network: nn.Module, users: Sequence[ControlBase], division: Any) -> SplitPlan | None:
-    """Returns the plan of a ControlNet that can be divided like the MODEL's network; None, with a line in the log,
-    where every rank computes it in full."""
+    """Returns the plan of a ControlNet to divide; None, with a line in the log, where all ranks compute it."""
     plan, reason = control_plan_of(network), ""
     if plan is None or isinstance(plan, ControlRowPlan) != isinstance(division, RowDivision):
         reason = f"nothing is known of how to divide a {type(network).__name__}"

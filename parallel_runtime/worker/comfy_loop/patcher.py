@@ -161,8 +161,7 @@ class RankPatcher(Mapped):
 
     @contextmanager
     def state_dict_of_file(self) -> Iterator[None]:
-        """Has the network's state dict contain, in this context, layers that dynamic VRAM fetches as they are in the
-        file: ComfyUI makes a Control-LoRA of it."""
+        """Gives the state dict, in this context, dynamic VRAM's layers as the file has them: for a Control-LoRA."""
         if (dynamic_vram := self.weight_state.dynamic_vram) is None:
             yield
             return
@@ -377,8 +376,7 @@ class RankPatcher(Mapped):
             self.backup.setdefault(name, Backup(weight, False))
 
     def _repatch(self, device: torch.device) -> int:
-        """Merges these patches in place of those before, each into the file's weight. ComfyUI itself would unload the
-        model and load it again."""
+        """Merges these patches in place of the last ones, into the file's weights: ComfyUI would load all again."""
         self.weight_state.on_move()
         with self.use_ejected(skip_and_inject_on_exit_only=True):
             for key in sorted(self.backup.keys() | self.patches.keys()):

@@ -233,8 +233,7 @@ def _packed(tensor: Any) -> Tensor:
 
 
 class Branches:
-    """A CALC_COND_BATCH wrapper that divides the branches of guidance over batch groups; each group evaluates all of
-    them where the job is `batch_coupled`."""
+    """A CALC_COND_BATCH wrapper that divides branches over batch groups; not those of a `batch_coupled` job."""
 
     def __init__(self, model: ComfyModel, job: SamplingJob, progress: Progress, noise: SamplerNoise) -> None:
         self._entries_per_call = job.entries_per_call
@@ -326,8 +325,7 @@ def with_step_cache(model: ComfyModel, patcher: RankPatcher) -> Iterator[StepCac
 
 
 def evaluate_branches_separately(executor: Any, model: Any, conds: list[Any], x: Tensor, *args: Any) -> list[Tensor]:
-    """Calls `calc_cond_batch` for one branch after another: in one batch the step cache would decide for all at once,
-    unlike with several batch groups."""
+    """Calls `calc_cond_batch` a branch at a time: the step cache decides for each then, as in several batch groups."""
     out = [torch.zeros_like(x)] * len(conds)
     for index, cond in enumerate(conds):
         if cond is not None:
@@ -338,8 +336,7 @@ def evaluate_branches_separately(executor: Any, model: Any, conds: list[Any], x:
 
 @contextmanager
 def with_pipefusion(pipefusion: PipeFusion, patcher: ModelPatcher, sigmas: Tensor, warmup_steps: int) -> Iterator[None]:
-    """Runs `patcher` at these noise levels with PipeFusion: exact at those of the first `warmup_steps`, and with keys
-    and values of this run alone."""
+    """Runs `patcher` with PipeFusion, on keys and values of this run; exact at the levels of `warmup_steps`."""
     before, after = sigmas[warmup_steps - 1 : warmup_steps + 1].tolist()
     last_exact = after + SIGMA_TOLERANCE * (before - after)
 
