@@ -109,8 +109,6 @@ def table(runs: Sequence[DrawnRun], steps: int) -> str:
     for plan, result in runs:
         degrees = f"ring {plan.degrees.ring_degree} x ulysses {plan.degrees.ulysses_degree}"
         difference = ((result.value["samples"] - single).abs().max() / single.std()).item()
-        lines.append(
-            f"{degrees:<24}{plan.degrees.world_size:>8}{result.seconds / steps:>10.3f}{result.seconds:>10.2f}"
-            f"{difference:>21.1e}"
-        )
+        times = f"{result.seconds / steps:>10.3f}{result.seconds:>10.2f}"
+        lines.append(f"{degrees:<24}{plan.degrees.world_size:>8}{times}{difference:>21.1e}")
     return "\n".join(lines)

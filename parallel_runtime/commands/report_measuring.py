@@ -37,7 +37,6 @@ from ..jobs import EvaluationJob
 from ..loading.fingerprint import stat_file
 from ..specs import ComfySetup, ModelSpec, Parallelism, Placement
 from ..worker.comfy_loop import import_comfyui
-from .report_workflow import read
 
 Measurement = dict[str, Any]  # by the names of COLUMNS, and "failed": why there is no more to tell
 
@@ -220,13 +219,11 @@ def _flux(path: Path, *, tiny: bool) -> tuple[ModelSpec, EvaluationJob]:
         loader="comfy.sd:load_diffusion_model", arguments=json.dumps([str(path), {"dtype": {"torch.dtype": name}}]),
         files=(stat_file(str(path)),), weight_dtype=name,
     )  # fmt: skip
-    return spec, EvaluationJob(
-        call_arguments=arguments,
-        options=Describer().described({}),
-        cond_arguments={},
-        weight_patches=None,
-        batch_coupled=False,
+    options = Describer().described({})
+    job = EvaluationJob(
+        call_arguments=arguments, options=options, cond_arguments={}, weight_patches=None, batch_coupled=False
     )
+    return spec, job
 
 
 def randomized(network: nn.Module) -> nn.Module:
@@ -254,10 +251,10 @@ STOP_SECONDS = 20.0
 LOG_CHARACTERS = 2000
 
 
-def compare(file: Path, comfyui: str, arguments: Sequence[str]) -> int:
+def compare(workflow: Any, comfyui: str, arguments: Sequence[str]) -> int:
     """Prints how far apart each sampler's step is; returns 0 if all are equal. `arguments` are ComfyUI's own. Raises
     Refused, for example for a workflow that nothing samples on workers."""
-    prompt = exported(read(file))
+    prompt = exported(workflow)
     if not comfyui:
         raise Refused("report.no_comfyui")
     with TemporaryDirectory(prefix="cp-") as folder, _comfyui(comfyui, Path(folder), arguments) as server:
@@ -274,11 +271,8 @@ def exported(workflow: Any) -> Json:
     nodes = workflow.get("prompt", workflow) if isinstance(workflow, dict) else None
     if isinstance(nodes, dict) and isinstance(nodes.get("nodes"), list):
         raise Refused("report.not_exported")
-    if (
-        not nodes
-        or not isinstance(nodes, dict)
-        or not all(isinstance(one, dict) and "class_type" in one for one in nodes.values())
-    ):
+    calls = [*nodes.values()] if isinstance(nodes, dict) else []
+    if not isinstance(nodes, dict) or not all(isinstance(call, dict) and "class_type" in call for call in calls or [0]):
         raise Refused("report.no_workflow", kind=type(workflow).__name__)
     return nodes
 
