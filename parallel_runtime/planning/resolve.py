@@ -18,14 +18,12 @@ from .candidates import candidates
 from .memory_model import SIMILAR_RATIO, MemoryModel
 from .misfit import misfit, size_in_words
 from .run_plan import REPLICATED, DeviceProfile, Estimate, PlanInputs, RunPlan
-from .seconds import COST, are_measured, averaged, evaluation_seconds
+from .seconds import ALL_TO_ALL_BYTES_PER_SECOND, are_measured, averaged, evaluation_seconds
 
-MIN_GAIN_TO_SWITCH = (
-    0.95  # other workers are taken for a plan that is at least 5 % faster: less is noise, and they have to start
-)
-MAX_LOSS_TO_ULYSSES = (
-    0.97  # of the seconds of a ring on fast links: Ulysses, which comes first, has fewer kernels and launches
-)
+# Other workers are taken for a plan that is at least 5 % faster: less is noise, and they have to start.
+MIN_GAIN_TO_SWITCH = 0.95
+# Of the seconds of a ring on fast links: Ulysses, which comes first, has fewer kernels and launches.
+MAX_LOSS_TO_ULYSSES = 0.97
 SLOW_LINK_BYTES_PER_SECOND = 4e9  # between 10 GbE (1.2e9) and PCIe 4 x16 (3e10)
 
 
@@ -71,20 +69,19 @@ def ranked(inputs: PlanInputs) -> list[RunPlan]:
     plans = [replace(plan, estimate=evaluate(plan, inputs)) for plan in candidates(inputs)]
     plans.sort(key=lambda plan: plan.placement != inputs.live)
     plans = _fastest(plans, lambda plan: (plan.placement, plan.degrees), 1 / SIMILAR_RATIO)
-    fast = inputs.profile is not None and inputs.profile.bytes_per_second >= COST.all_to_all_bytes_per_second
-    plans = _fastest(plans, _kind_of, MAX_LOSS_TO_ULYSSES if fast else 1.0)
+    fast = inputs.profile is not None and inputs.profile.bytes_per_second >= ALL_TO_ALL_BYTES_PER_SECOND
+
+    def but_for_the_sequence(plan: RunPlan) -> Hashable:
+        degrees = plan.degrees
+        return plan.placement, degrees.cfg_degree, degrees.data_degree, degrees.pipeline_degree
+
+    plans = _fastest(plans, but_for_the_sequence, MAX_LOSS_TO_ULYSSES if fast else 1.0)
     fitting = [plan for plan in plans if plan.estimate and plan.estimate.fits]
     if inputs.request.pipeline_degree == 0:  # a pipeline is for weights that have no other place nearby
         usual = [plan for plan in fitting if plan.degrees.pipeline_degree == 1]
         fitting = usual if any(plan.estimate and plan.estimate.fetch_is_fast for plan in usual) else fitting
     (first,) = _fastest(fitting or plans[:1], lambda plan: None, MIN_GAIN_TO_SWITCH)
     return [first, *sorted((plan for plan in plans if plan is not first), key=lambda plan: plan.seconds)]
-
-
-def _kind_of(plan: RunPlan) -> Hashable:
-    """Returns what plans have in common that differ only in how they split a sequence."""
-    degrees = plan.degrees
-    return plan.placement, degrees.cfg_degree, degrees.data_degree, degrees.pipeline_degree
 
 
 def _fastest(plans: Sequence[RunPlan], kind: Callable[[RunPlan], Hashable], share: float) -> list[RunPlan]:
