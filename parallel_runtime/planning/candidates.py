@@ -13,16 +13,8 @@ from functools import cache
 
 from ..errors import Refused
 from ..specs import DEGREES, Parallelism, Placement, WeightPlacement, WeightsMode
+from . import request_checks
 from .memory_model import FETCHED_MODES, SIMILAR_RATIO, MemoryModel
-from .request_checks import (
-    check_placement,
-    check_request,
-    check_workers,
-    is_too_much,
-    too_much,
-    unused_shares,
-    worker_limit,
-)
 from .run_plan import PlanInputs, RunPlan
 from .seconds import are_heterogeneous, rotate_method_for, shares_by_speed, single_worker_seconds_by_rank
 from .work_shares import are_uneven, requested_shares, shares_have_no_effect
@@ -31,22 +23,22 @@ from .work_shares import are_uneven, requested_shares, shares_have_no_effect
 def default_plan(inputs: PlanInputs) -> RunPlan:
     """Returns the default plan on all devices of the request, or on the CPU. Raises Refused where it cannot work."""
     request, nnodes, devices = inputs.request, inputs.request.nnodes, inputs.devices
-    check_request(inputs)
+    request_checks.check_request(inputs)
     degrees = _default_degrees(inputs)
-    if is_too_much(degrees, inputs):
-        raise too_much(degrees, inputs, *_nearest(inputs))
-    check_workers(degrees, devices, inputs)
+    if request_checks.is_too_much(degrees, inputs):
+        raise request_checks.too_much(degrees, inputs, *_nearest(inputs))
+    request_checks.check_workers(degrees, devices, inputs)
     local_workers = degrees.world_size // nnodes
     placement = Placement(
         devices=devices[:local_workers] or ("cpu",) * local_workers,
         nnodes=nnodes,
         rdzv_endpoint=request.rdzv_endpoint if nnodes > 1 else "",
     )
-    check_placement(request, placement)
+    request_checks.check_placement(request, placement)
     taken = _with_shares(inputs, degrees if inputs.may_split_prompts else _without_cfg_degree(inputs, degrees))
     if shares_have_no_effect(taken):
         if inputs.network.divisible or (request.cfg_degree and local_workers == (len(devices) or local_workers)):
-            raise unused_shares(request.shares, _without_cfg_degree(inputs, degrees))
+            raise request_checks.unused_shares(request.shares, _without_cfg_degree(inputs, degrees))
         taken = replace(taken, shares=())  # of a config that a VAE has, too
     return RunPlan(degrees=taken, placement=placement)
 
@@ -135,7 +127,7 @@ def _nearest(inputs: PlanInputs) -> tuple[Parallelism, dict[str, int]]:
     """Returns the degrees of the least changed request that works, and its changes: the fewest widgets, then the least
     apart, then the most workers. The request's own degrees need too many workers or heads."""
     request, options = inputs.request, []
-    every = range(request.nnodes, worker_limit(inputs) + 1, request.nnodes)
+    every = range(request.nnodes, request_checks.worker_limit(inputs) + 1, request.nnodes)
     asked = {name: getattr(request, name) for name in DEGREES}
     for degrees in (degrees for workers in every for degrees in _products(inputs, workers)):
         fix = {name: degree for name, degree in degrees.by_name.items() if asked[name] not in (0, degree)}
@@ -146,10 +138,10 @@ def _nearest(inputs: PlanInputs) -> tuple[Parallelism, dict[str, int]]:
     for *_, fix in sorted(options, key=lambda option: option[:3]):
         with suppress(Refused):
             changed = replace(inputs, request=request.with_values(fix))
-            check_request(changed)
+            request_checks.check_request(changed)
             degrees = _default_degrees(changed)
-            check_workers(degrees, inputs.devices, changed)
-            if not is_too_much(degrees, changed):
+            request_checks.check_workers(degrees, inputs.devices, changed)
+            if not request_checks.is_too_much(degrees, changed):
                 return degrees, fix
     raise AssertionError("one worker always works")
 
@@ -270,7 +262,9 @@ def _without_cfg_degree(inputs: PlanInputs, degrees: Parallelism) -> Parallelism
 
 def _may_have_stages(inputs: PlanInputs, degrees: Parallelism) -> bool:
     with suppress(Refused):
-        check_request(replace(inputs, request=replace(inputs.request, pipeline_degree=degrees.pipeline_degree)))
+        request_checks.check_request(
+            replace(inputs, request=replace(inputs.request, pipeline_degree=degrees.pipeline_degree))
+        )
         return True
     return False
 

@@ -157,9 +157,9 @@ class MemoryModel:
         memory, or equally where budgets are similar and that fits."""
         equal = WeightPlacement(mode="shard", resident_blocks=resident)
         budgets = [budget for budget in self.budget_bytes_by_rank if budget is not None]
-        if len(budgets) < self.degrees.world_size or (
-            max(budgets) <= SIMILAR_RATIO * min(budgets) and self.fits(equal)
-        ):
+        if len(budgets) < self.degrees.world_size:
+            return equal
+        if max(budgets) <= SIMILAR_RATIO * min(budgets) and self.fits(equal):
             return equal
         replicated = self.work.network.weight_bytes - self.fetched_bytes(resident)
         by_rank = zip(budgets, self.activation_bytes_by_rank, self.buffer_bytes_by_rank(equal), strict=True)

@@ -57,12 +57,8 @@ class NetworkStats:
 
     def halved(self) -> NetworkStats:
         """Returns this network with weights of half the size."""
-        return replace(
-            self,
-            weight_bytes=self.weight_bytes // 2,
-            blocks=tuple(size // 2 for size in self.blocks),
-            loads=tuple(Load(load.nbytes // 2, load.blocks) for load in self.loads),
-        )
+        blocks, loads = (size // 2 for size in self.blocks), (Load(x.nbytes // 2, x.blocks) for x in self.loads)
+        return replace(self, weight_bytes=self.weight_bytes // 2, blocks=tuple(blocks), loads=tuple(loads))
 
     def work(
         self, sequences: int, tokens: int, *, prompts: int = 1, cached: bool = False, recorded: bool = False

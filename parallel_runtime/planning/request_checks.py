@@ -71,9 +71,8 @@ def check_stages(request: ParallelRequest, network: NetworkStats) -> None:
             network=name, blocks=most, stages=stages,
         )  # fmt: skip
     if network.divisible and patches > 1 and network.why_not_in_patches:
-        raise Refused(
-            "patches.none", "patches", {"patches": 1}, network=name, why=network.why_not_in_patches, patches=patches
-        )
+        why = network.why_not_in_patches
+        raise Refused("patches.none", "patches", {"patches": 1}, network=name, why=why, patches=patches)
 
 
 def check_step_cache(request: ParallelRequest, network: NetworkStats) -> None:
@@ -141,12 +140,8 @@ def degrees_in_words(degrees: Parallelism) -> str:
 
 
 def _reason_of_too_much(degrees: Parallelism, inputs: PlanInputs, nearest: Parallelism) -> Sentence:
-    devices, nnodes, limit, words = (
-        inputs.devices,
-        inputs.request.nnodes,
-        worker_limit(inputs),
-        degrees_in_words(degrees),
-    )
+    devices, nnodes = inputs.devices, inputs.request.nnodes
+    limit, words = worker_limit(inputs), degrees_in_words(degrees)
     needed, names = degrees.world_size, list(devices)
     if needed <= limit:
         reason = say("heads.few", degrees=words, heads=inputs.network.heads, workers=degrees.ulysses_degree)

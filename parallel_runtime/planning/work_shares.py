@@ -1,5 +1,4 @@
-"""Shares of the work for each worker: those of a CP Parallel Config, and whole numbers in proportion to
-measurements.
+"""Shares of the work for each worker: those of a CP Parallel Config, or whole numbers in proportion to measurements.
 
 Those of `auto` are learnt from how long each rank computed in real steps. Shares change only between runs, and
 settle: another share is another shape, to be recorded or compiled anew.
