@@ -57,6 +57,9 @@ class Graphs:
     eager: tuple[str, ...] = ()
 
 
+SHOWN = ("used_bytes", "total_bytes", "step_seconds", "waited_seconds")  # of Readings, by web/rank.js
+
+
 @dataclass(frozen=True)
 class Readings:
     """The measurements of one rank, all of the same moment. `used_bytes` of its device are taken by any process; on the
