@@ -140,12 +140,11 @@ class History:
         several = [paces for paces in self._paces.get(key, {}).values() if len(paces) > 1]
         paces = several[-1] if several else {}
         ordered = sorted(paces.values(), key=lambda pace: (pace.setup.workers, *pace.setup.degrees.by_name.values()))
-        seconds = {pace.setup: pace.seconds for pace in ordered}
-        speedups = (
-            pace.setup.plausible_speedup(seconds.get(pace.setup.single_worker, math.inf) / pace.seconds)
-            for pace in ordered
-        )
-        return tuple(replace(pace, speedup=speedup) for pace, speedup in zip(ordered, speedups, strict=True))
+        alone = [paces[one].seconds if (one := pace.setup.single_worker) in paces else math.inf for pace in ordered]
+        times = [
+            pace.setup.plausible_speedup(on_one / pace.seconds) for pace, on_one in zip(ordered, alone, strict=True)
+        ]
+        return tuple(replace(pace, speedup=speedup) for pace, speedup in zip(ordered, times, strict=True))
 
     def cost(self, key: Hashable, workers: Sequence[int], steps: int) -> float | None:
         """Estimates the seconds of `steps` by number of workers, with starting and loading; None for unknown work."""
@@ -244,14 +243,11 @@ class History:
         """Adds a run. If there are too many, the oldest start or measurement goes first, then the oldest run."""
         runs = (*self._past, run)
         if len(runs) > HISTORY_LENGTH:
-            minor = [n for n, one in enumerate(runs[:-1]) if _is_minor(one)]
-            first = minor[0] if minor else 0
+            worked = [{*WORK} & {name for name, _ in one.phases} for one in runs[:-1]]
+            minor = (n for n, one in enumerate(runs[:-1]) if one.measuring or one.comparing or not worked[n])
+            first = next(minor, 0)
             runs = (*runs[:first], *runs[first + 1 :])
         self._past = runs
-
-
-def _is_minor(run: PastRun) -> bool:
-    return run.measuring or run.comparing or not {*WORK} & {name for name, _ in run.phases}
 
 
 def _setup_of(now: Status) -> RunSetup:

@@ -46,10 +46,8 @@ def start_workers(
     for transport in transports:
         processes = Processes(placement, activity, transport)
         try:
-            is_last = transport is transports[-1]
-            profile = processes.start_and_connect(
-                comfy, timeout, timeout if is_last else min(timeout, CONNECT_SECONDS), watch
-            )
+            connect_timeout = timeout if transport is transports[-1] else min(timeout, CONNECT_SECONDS)
+            profile = processes.start_and_connect(comfy, timeout, connect_timeout, watch)
         except NotConnected as error:
             processes.close()
             log.warning("[CP] %s", error)
@@ -74,12 +72,8 @@ def _transports(placement: Placement) -> list[Transport]:
     shared = len(set(placement.devices)) < len(placement.devices)
     if accelerator is None or shared or placement.nnodes > 1 or placement.world_size == 1:
         return [Transport()]
-    slower = (
-        transport
-        for transport in accelerator.slower_transports
-        if transport.through_main_memory or transport.environment.keys() - os.environ.keys()
-    )
-    return [Transport(), *slower]
+    slower, known = accelerator.slower_transports, os.environ.keys()
+    return [Transport(), *(one for one in slower if one.through_main_memory or one.environment.keys() - known)]
 
 
 class Processes:
@@ -115,9 +109,8 @@ class Processes:
         ranks = range(self._placement.world_size)
         connected: dict[int, tuple[Channel, int]] = {}
         while len(connected) < len(ranks):
-            self._check_start(
-                deadline, say("start.few", count=len(connected), workers=len(ranks), seconds=f"{timeout:.0f}")
-            )
+            late = say("start.few", count=len(connected), workers=len(ranks), seconds=f"{timeout:.0f}")
+            self._check_start(deadline, late)
             watch()
             for channel in self._new_connections():
                 if ready := self._admit(channel):
@@ -178,9 +171,8 @@ class Processes:
         """Returns the rank's name for users, with its device, and its machine if that is another one."""
         machine, place = divmod(rank, len(self._placement.devices))
         device, address = self._devices[machine][place], self.machine_of(rank)
-        if address:
-            return say("worker.on", rank=rank, device=device, machine=address)
-        return say("worker", rank=rank, device=device)
+        on = say("worker.on", rank=rank, device=device, machine=address)
+        return on if address else say("worker", rank=rank, device=device)
 
     def machine_of(self, rank: int) -> str:
         """The address of the rank's machine; "" for this one."""
@@ -217,7 +209,6 @@ class Processes:
 
     @property
     def _hung_up_ranks(self) -> list[int]:
-        """The ranks that have hung up."""
         return [rank for rank, channel in enumerate(self.channels) if channel.hung_up(0)]
 
     def _send(self, rank: int, message: Any, bundle: int | None) -> None:

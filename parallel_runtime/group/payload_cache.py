@@ -114,6 +114,5 @@ class SharedOutput:
     def offset_of(self, part: Tensor) -> int | None:
         """Returns the offset of `part` in `tensor`, in elements; None if it is no contiguous part of it."""
         shared = self.tensor.untyped_storage().data_ptr() == part.untyped_storage().data_ptr()
-        return (
-            int(part.storage_offset()) if shared and part.is_contiguous() and part.dtype == self.tensor.dtype else None
-        )
+        is_part = shared and part.is_contiguous() and part.dtype == self.tensor.dtype
+        return int(part.storage_offset()) if is_part else None

@@ -68,9 +68,8 @@ def listen(address: str, port: int) -> socket.socket:
         if error.errno == errno.EADDRNOTAVAIL:
             has = sorted(addresses())
             raise Refused("endpoint.address", widget="rdzv_endpoint", address=address, addresses=has) from None
-        raise Refused(
-            "endpoint.taken", widget="rdzv_endpoint", address=address, port=port, error=error.strerror
-        ) from None
+        reason = error.strerror
+        raise Refused("endpoint.taken", "rdzv_endpoint", address=address, port=port, error=reason) from None
     server.listen()
     return server
 
@@ -105,13 +104,8 @@ def checked_plan(inputs: PlanInputs) -> RunPlan:
     plan = default_plan(inputs)
     kernel = KERNELS.get(request.options.attention_backend)
     if kernel and not kernel.installed:
-        raise Refused(
-            "backend.package",
-            widget="attention_backend",
-            fix={"attention_backend": "auto"},
-            backend=kernel.name,
-            package=kernel.package,
-        )
+        fix, package = {"attention_backend": "auto"}, kernel.package
+        raise Refused("backend.package", "attention_backend", fix, backend=kernel.name, package=package)
     return plan
 
 

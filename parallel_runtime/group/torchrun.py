@@ -196,12 +196,7 @@ class OutputReader:
 
 
 def environment(
-    workers: int,
-    token: str,
-    folder: str,
-    meeting: Rendezvous,
-    key: str = "",
-    transport: Transport = DEFAULT_TRANSPORT,
+    workers: int, token: str, folder: str, meeting: Rendezvous, key: str = "", transport: Transport = DEFAULT_TRANSPORT
 ) -> dict[str, str]:
     """Returns the environment of torchrun and its workers. A user's settings of GPUs and networks override ours."""
     cores = str(max(1, (os.cpu_count() or 1) // workers))

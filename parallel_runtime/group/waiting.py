@@ -99,9 +99,8 @@ class Waiting:
         return WorkerFailed(say("died.failed", worker=worker, reason=failed.sentence), failed.cause, failed.traceback)
 
     def _check_stall(self) -> None:
-        if lost := self.limits.timed_out_rank(
-            [rank for rank in range(len(self._channels)) if rank not in self.answers]
-        ):
+        awaited = [rank for rank in range(len(self._channels)) if rank not in self.answers]
+        if lost := self.limits.timed_out_rank(awaited):
             silent, seconds = lost
             if refused := self.refused:
                 rank, refusal = refused
@@ -159,11 +158,9 @@ class SilenceLimits:
         now = time.monotonic()
         if all(now - self._got_on(rank) <= self._limit(rank) for rank in waited_for):
             return None
-        stuck = min(waited_for, key=lambda rank: (self._is_alive(rank, now), self._last_advance[rank]))
+        alive = [now - last < ALIVE_SECONDS for last in self._last_message]
+        stuck = min(waited_for, key=lambda rank: (alive[rank], self._last_advance[rank]))
         return stuck, now - self._last_advance[stuck]
-
-    def _is_alive(self, rank: int, now: float) -> bool:
-        return now - self._last_message[rank] < ALIVE_SECONDS
 
     def _got_on(self, rank: int) -> float:
         """Returns when this rank, or a rank that it may be waiting for, got on."""
