@@ -91,15 +91,12 @@ class Graph:
 
 @contextmanager
 def _isolated_capture() -> Iterator[None]:
-    """Isolates a capture: it uses no cuBLAS workspace of another pool, and leaves none of its own to others.
-
-    PyTorch keeps cuBLAS's workspaces by stream, and all captures run on one stream: otherwise the graphs of one model
-    would use a workspace in the pool of another, which is freed with that model. Garbage collection is off during a
-    capture: deleting a graph or an event would end it.
-    """
+    """Isolates a capture: it uses no cuBLAS workspace of another pool, and leaves none of its own to others."""
     collecting = gc.isenabled()
-    gc.disable()
+    gc.disable()  # deleting a graph or an event would end the capture
     try:
+        # PyTorch keeps cuBLAS's workspaces by stream, and all captures run on one: else the graphs of one model would
+        # use a workspace in the pool of another, which is freed with that model.
         clear_workspaces()
         yield
     finally:
@@ -114,8 +111,7 @@ def clear_workspaces() -> None:
 
 
 def _leave_pool(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
-    """Releases the pool of a failed capture. PyTorch counts such a capture among the pool's users forever, so that its
-    memory is never freed; up to 2.11 it also takes the pool for one in capture."""
+    """Releases the pool of a failed capture: PyTorch counts that among its users forever."""
     with suppress(RuntimeError):
         graph.pool()  # RuntimeError: the capture did not end; of one that did, the graph releases the pool
         return
@@ -258,14 +254,11 @@ def recorder_for(device: torch.device) -> Recorder | None:
 
 def compile_blocks(blocks: Iterable[nn.Module], compilation: Compilation) -> Callable[[], None]:
     """Compiles the forward of each block, or what ComfyUI's `forward` calls between wrappers; returns a function that
-    makes them eager again.
-
-    Compiles the forward and not the module: a module's hooks would become part of its graph, and ours note what they
-    split in objects that a graph changes only when it has ended. Discards earlier graphs, which may be of the same code
-    with other splits.
-    """
-    torch.compiler.reset()
+    makes them eager again."""
+    torch.compiler.reset()  # earlier graphs may be of the same code with other splits
     compiled = [(block, "_forward" if hasattr(block, "_forward") else "forward") for block in blocks]
+    # Not the modules: their hooks would become part of the graph, and ours note what they split in objects that a graph
+    # changes only when it has ended.
     for block, name in compiled:
         forward = torch.compile(getattr(block, name), **_compile_arguments(compilation))
         setattr(block, name, _refusing(forward, compilation.backend))
@@ -298,9 +291,8 @@ def _refusing(forward: Callable[..., Any], backend: str) -> Callable[..., Any]:
             with without_constants():
                 return forward(*args, **kwargs)
         except BackendCompilerFailed as failed:
-            raise Refused(
-                "compile.failed", widget="compile", backend=str(backend), error=str(failed.inner_exception)
-            ) from failed
+            error = str(failed.inner_exception)
+            raise Refused("compile.failed", widget="compile", backend=str(backend), error=error) from failed
 
     return call
 
@@ -315,12 +307,7 @@ def warm_compiler() -> None:
 def reporting_compilation(compiling: Callable[[bool], None]) -> Iterator[None]:
     """Calls `compiling(True)` when the compilation of a graph begins in this context, `compiling(False)` at its end."""
 
-    def on_start(_: Any) -> None:
-        compiling(True)
-
-    def on_end(_: Any) -> None:
-        compiling(False)
-
+    on_start, on_end = (lambda _: compiling(True)), (lambda _: compiling(False))
     callback_handler.register_start_callback(on_start)
     callback_handler.register_end_callback(on_end)
     try:

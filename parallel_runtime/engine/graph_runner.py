@@ -339,9 +339,8 @@ class GraphRunner:
         return out
 
     def _is_slower(self, recording: _Recording, call: Call) -> bool:
-        """Returns whether a replay takes longer than the eager evaluation. Between GPUs without peer access each
-        transfer is a graph node that waits for the CPU, which may cost what a recording gains. The first replay, which
-        sets the graph up, is not timed."""
+        """Returns whether a replay, but for the first, which sets the graph up, takes longer than the eager forward."""
+        # Between GPUs without peer access each transfer is a graph node that waits for the CPU, and may cost the gain.
         eager = self._trials[call.key].events
         if eager is None:
             return False

@@ -206,13 +206,13 @@ class _TokenDivision(ExitStack):
         if self._takes_options:
             kwargs[_OPTIONS] = options
         if control := kwargs.get("control"):
-            self.streams.full_between_blocks |= bool(
-                {kind for kind, residuals in control.items() if residuals} - set(self._plan.residuals)
-            )
+            kinds = {kind for kind, residuals in control.items() if residuals}
+            self.streams.full_between_blocks |= bool(kinds - set(self._plan.residuals))
+            main, tokens = self._plan.main_stream, self._residual_tokens
             kwargs["control"] = {
-                k: Residuals(v, self.streams, self._plan.main_stream, self._residual_tokens)
-                for k, v in control.items()
-                if v is not None
+                kind: Residuals(residuals, self.streams, main, tokens)
+                for kind, residuals in control.items()
+                if residuals is not None
             }
         if self.streams.pipefusion is not None and (self.streams.full_between_blocks or self.streams.has_block_patches):
             raise Refused("patches.nodes", widget="patches")
@@ -257,12 +257,7 @@ def _evaluation_key(args: tuple[Any, ...], kwargs: dict[str, Any], options: dict
 
 
 def _with_argument(
-    block: Block,
-    name: str,
-    replacement: Callable[[Any], Any],
-    _: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    block: Block, name: str, replacement: Callable[[Any], Any], _: nn.Module, args: tuple[Any, ...], kwargs: Any
 ) -> Any:
     """Replaces one argument of a call of `block`."""
     if name in kwargs:
@@ -272,9 +267,9 @@ def _with_argument(
 
 
 def _scoped(forward: Callable[..., Any], scopes: list[T], scope: T) -> Callable[..., Any]:
-    """Returns `forward` with `scope` as the innermost one while it runs. A hook inside a block, or a partial in this
-    function's place, would make torch.compile compile each block anew."""
+    """Returns `forward` with `scope` as the innermost one while it runs."""
 
+    # A hook inside a block, or a partial in this function's place, would make torch.compile compile each block anew.
     def scoped(*args: Any, **kwargs: Any) -> Any:
         scopes.append(scope)
         try:

@@ -222,9 +222,8 @@ def rank_placement(
     counts = frozenset(placement.resident_blocks_by_rank or (placement.resident_blocks,))
     if placement.mode == "offload":
         resident, staged = placement.resident_blocks_on(rank()), device.type != "cpu"
-        return RankPlacement(
-            resident, counts, 0.0, lambda: HostWeights(device, machine_ranks(), rank(), staged=staged), buffers
-        )
+        source = partial(HostWeights, device, machine_ranks(), rank(), staged=staged)
+        return RankPlacement(resident, counts, 0.0, source, buffers)
     if placement.mode == "shard" and mesh_dim.size > 1:
         shares = placement.shard_shares
         parts = tuple(shares[peer] if shares else 1 for peer in mesh_dim.ranks)

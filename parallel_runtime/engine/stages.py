@@ -165,10 +165,8 @@ class Stages(ExitStack):
         self._output_shared, self._outer_exception = False, sys.exc_info()[1]
         self._begin_turn()
         if self._late_block and any((kwargs.get("control") or {}).values()):
-            detail = (
-                f"a ControlNet adds to what {self._late_block} keep for later blocks, which may be in another stage"
-            )
-            raise Unsplittable(detail, "pipeline_degree")
+            added = f"a ControlNet adds to what {self._late_block} keep for later blocks, which may be in another stage"
+            raise Unsplittable(added, "pipeline_degree")
         if ((kwargs.get("transformer_options") or {}).get("patches") or {}).get("noise_refiner"):
             detail = "a Fun ControlNet continues from its result at blocks that may be in another stage"
             raise Unsplittable(detail, "pipeline_degree")

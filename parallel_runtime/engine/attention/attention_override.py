@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial, wraps
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -38,8 +37,6 @@ OVERRIDE = "optimized_attention_override"  # ComfyUI's option for one
 _NO_SCOPE = -1  # the index outside of all scopes
 _LOW_PRECISION = "low_precision_attention"  # ComfyUI's word: False where a kernel that quantises would be wrong
 _CALLER_OPTIONS = ("transformer_options", "_inside_attn_wrapper")
-_NAMES = ("optimized_attention", "optimized_attention_masked")
-_SELECTOR = "optimized_attention_for_device"  # which of them
 _ACTIVE: list[Override] = []  # one network at a time runs in a process; what graphs can read
 _USERS: Counter[str] = Counter()  # networks by module whose names are wrapped
 
@@ -163,10 +160,7 @@ class BackendOverride:
         return self._backend if self.previous is None else FALLBACK
 
 
-@cache
-def backend_override(backend: AttentionBackend) -> BackendOverride:
-    """Returns the override of this backend, one for each name."""
-    return BackendOverride(backend)
+backend_override = cache(BackendOverride)  # one for each name: a recording's key has it
 
 
 class AttentionOverride(BackendOverride):
@@ -223,8 +217,11 @@ class AttentionOverride(BackendOverride):
     ) -> Tensor:
         self.split_calls += 1
         self._call = call
-        attend = self._attention(cross, self._backend_for(call))
-        return attend(q, k, v, _four_dims(self._full_mask(mask, scope, q)), call.scale)
+        attend, spec = self._attention(cross, self._backend_for(call)), self._scope_specs[scope]
+        if isinstance(spec, Window):
+            total, width = self._streams.total(spec.streams), int(spec.width)
+            mask = self._streams.cached(("near", total, width), lambda: _window_mask(total, width, q.device))
+        return attend(q, k, v, _four_dims(mask), call.scale)
 
     def _requested(self, call: _NativeCall) -> AttentionBackend:
         """Returns what a node chose, else the widget's backend, or with auto what ComfyUI's flags or the file chose:
@@ -244,14 +241,6 @@ class AttentionOverride(BackendOverride):
     def _has_no_lse(self, attention: Any) -> Refused:
         name = getattr(attention, "__qualname__", type(attention).__qualname__)
         return Refused("ring.node", widget="ring_degree", ring=self._mesh.ring.size, attention=name)
-
-    def _full_mask(self, mask: Tensor | None, scope: int, query: Tensor) -> Tensor | None:
-        """Returns the mask; for a window, the window's mask of all tokens."""
-        kind = self._scope_specs[scope]
-        if not isinstance(kind, Window):
-            return mask
-        total, width = self._streams.total(kind.streams), int(kind.width)
-        return self._streams.cached(("near", total, width), lambda: _window_mask(total, width, query.device))
 
     def _cross(self, scope: int, queries: int, keys: int) -> Cross | None:
         """Returns the streams of an attention with these token counts; None if it is local."""
@@ -303,28 +292,16 @@ def wrap_modules(modules: Sequence[str]) -> Iterator[None]:
     """Wraps the attention functions of these modules within this context."""
     for name in modules:
         _USERS[name] += 1
-        if _USERS[name] == 1:
-            _wrap(sys.modules[name])
+        members = vars(sys.modules[name])
+        for called in members.keys() & _WRAPPERS.keys() if _USERS[name] == 1 else ():
+            members[called] = _WRAPPERS[called](members[called])
     yield
     _ACTIVE.clear()
     for name in modules:
         _USERS[name] -= 1
-        if not _USERS[name]:
-            _unwrap(sys.modules[name])
-
-
-def _wrap(module: ModuleType) -> None:
-    for name in _NAMES:
-        if name in vars(module):
-            setattr(module, name, _with_override(getattr(module, name)))
-    if _SELECTOR in vars(module):
-        setattr(module, _SELECTOR, _select_with_override(getattr(module, _SELECTOR)))
-
-
-def _unwrap(module: ModuleType) -> None:
-    for name in (*_NAMES, _SELECTOR):
-        if name in vars(module):
-            setattr(module, name, getattr(module, name).__wrapped__)
+        members = vars(sys.modules[name])
+        for called in members.keys() & _WRAPPERS.keys() if not _USERS[name] else ():
+            members[called] = members[called].__wrapped__
 
 
 def _select_with_override(function: Callable[..., Callable[..., Tensor]]) -> Callable[..., Callable[..., Tensor]]:
@@ -343,3 +320,10 @@ def _with_override(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return function(*args, **kwargs)
 
     return call_with_override
+
+
+_WRAPPERS: dict[str, Callable[..., Any]] = {
+    "optimized_attention": _with_override,
+    "optimized_attention_masked": _with_override,
+    "optimized_attention_for_device": _select_with_override,  # returns one of both
+}

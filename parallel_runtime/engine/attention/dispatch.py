@@ -169,12 +169,10 @@ def warn_once(backend: str, reason: str) -> None:
     """Logs on rank 0 that a backend is not used for some calls."""
     if dist.is_initialized() and dist.get_rank() > 0:
         return
-    log.warning(
-        "[CP] attention_backend %s has no kernel for some calls: %s. Only these calls use the kernel that auto "
-        "would choose",
-        backend,
-        reason,
+    words = (
+        "[CP] attention_backend %s has no kernel for some calls: %s. Only these use the kernel that auto would choose"
     )
+    log.warning(words, backend, reason)
 
 
 def _call_key(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Hashable, ...]:
@@ -213,8 +211,7 @@ def _by_matmul(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: floa
     """Attends without a kernel that returns a log-sum-exp, by matrix products by chunks of queries, in float32."""
     query, key, value = heads_first(q, k, v)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    outs, sums = [], []
-    start = 0
+    outs, sums, start = list[Tensor](), list[Tensor](), 0
     for chunk in query.split(_CHUNK, dim=2):
         scores = (chunk.float() * scale) @ key.float().transpose(-1, -2)
         if bias is not None:

@@ -21,16 +21,8 @@ import torch
 from torch import Tensor
 
 from ...request import EngineOptions
-from ..comm.collectives import (
-    Pending,
-    all_gather_others,
-    all_to_all,
-    allocate,
-    allocate_scratch,
-    from_float8,
-    ring_send_recv,
-    to_float8,
-)
+from ..comm import collectives
+from ..comm.collectives import Pending
 from ..comm.mesh import ContextMesh, MeshDim, Parts
 from ..split.streams import SCRATCH_CACHE_BYTES, Streams, chunk_range, chunk_sizes
 
@@ -56,7 +48,7 @@ class Merge:
     def result(self, query: Tensor, fully_masked: Tensor | None) -> Tensor:
         """Returns [B, Sq, H, D] in the query's dtype: zero where nothing was added, or where `fully_masked` is set."""
         if not self._outs:
-            return allocate(query.shape, query).zero_()
+            return collectives.allocate(query.shape, query).zero_()
         out = self._merged(query)
         return out if fully_masked is None else out.masked_fill_(fully_masked, 0.0)
 
@@ -71,7 +63,7 @@ class Merge:
         summed = self._sum(self._outs[:-1], weights)
         if summed.dtype == query.dtype:
             return summed.addcmul_(self._outs[-1], last)
-        out = allocate(query.shape, query)  # rounded as it is written
+        out = collectives.allocate(query.shape, query)  # rounded as it is written
         return torch.addcmul(summed, self._outs[-1], last, out=out)
 
     def _weights(self) -> list[Tensor]:
@@ -96,7 +88,7 @@ def exchange(
     block: Block, key_counts: Sequence[int], mesh_dim: MeshDim, streams: Streams, options: EngineOptions
 ) -> Iterator[tuple[Owners, Block]]:
     """Yields (owners' indices, keys and values) of this rank's block, then of the others, sent as options say."""
-    key, value = map(to_float8, block) if options.sends_float8 else block
+    key, value = map(collectives.to_float8, block) if options.sends_float8 else block
     if options.rotate_method == "allgather":
         blocks = all_gather_blocks((key, value), key_counts, mesh_dim)
     else:
@@ -105,7 +97,7 @@ def exchange(
         if number == 0:
             yield owners, block
         elif options.sends_float8:
-            yield owners, (from_float8(key, block[0].dtype), from_float8(value, block[1].dtype))
+            yield owners, (collectives.from_float8(key, block[0].dtype), collectives.from_float8(value, block[1].dtype))
         else:
             yield owners, (key, value)
 
@@ -121,7 +113,7 @@ def rotate(
     slots = _slots(block[0], key_counts, mesh_dim, streams)
     torch.cat(block, out=slots[0][1].flatten(0, 1))
     for step, (owner, packed, received) in enumerate(slots):
-        pending = ring_send_recv(packed, slots[step + 1][1], mesh_dim) if step + 1 < mesh_dim.size else None
+        pending = collectives.ring_send_recv(packed, slots[step + 1][1], mesh_dim) if step + 1 < mesh_dim.size else None
         yield (owner,), received if step else block
         if pending is not None:
             pending.wait()
@@ -145,15 +137,15 @@ def _slots(key: Tensor, key_counts: Sequence[int], mesh_dim: MeshDim, streams: S
         return slots
 
     if streams is None or largest * key.element_size() > SCRATCH_CACHE_BYTES:
-        return make(allocate)
+        return make(collectives.allocate)
     kind = ("ring slots", key_counts, key.shape, key.dtype, torch.is_inference_mode_enabled())
-    return streams.cached(kind, lambda: make(allocate_scratch))
+    return streams.cached(kind, lambda: make(collectives.allocate_scratch))
 
 
 def all_gather_blocks(block: Block, key_counts: Sequence[int], mesh_dim: MeshDim) -> Iterator[tuple[Owners, Block]]:
     """Yields the local block, then all others as one, gathered meanwhile. Extra memory: all keys and values."""
     packed = torch.cat([tensor.transpose(0, 1) for tensor in block], dim=2)
-    pending = all_gather_others(packed, key_counts, mesh_dim)
+    pending = collectives.all_gather_others(packed, key_counts, mesh_dim)
     yield (mesh_dim.index,), block
     (other_blocks,) = pending.wait()
     key, value = other_blocks.transpose(0, 1).chunk(2, 2)
@@ -166,7 +158,8 @@ MAX_HEAD_CHUNKS = 2  # at most: more would make kernels too small
 # launches once more, some 60 us; 32 MiB travel for 100 us at NVLink's speed.
 MIN_HIDDEN_BYTES = 32 << 20
 
-TokensByRank = tuple[tuple[int, ...], tuple[int, ...]]  # tokens of each context rank: of the queries, of the keys
+Counts = tuple[int, ...]
+TokensByRank = tuple[Counts, Counts]  # tokens of each context rank: of the queries, of the keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,13 +195,13 @@ class AllToAllLayout:
     """
 
     runs: tuple[tuple[HeadRun, ...], ...]
-    heads: tuple[int, ...]
-    tokens: tuple[int, ...]
+    heads: Counts
+    tokens: Counts
     index: int
     batch: int
     dim: int
-    by_heads: tuple[int, ...]
-    by_tokens: tuple[int, ...]
+    by_heads: Counts
+    by_tokens: Counts
     even: bool
 
     @property
@@ -232,14 +225,7 @@ class AllToAllLayout:
 
 @lru_cache(maxsize=1024)
 def all_to_all_layout(
-    heads: tuple[int, ...],
-    parts: Parts,
-    tokens: tuple[int, ...],
-    index: int,
-    batch: int,
-    dim: int,
-    chunk: int,
-    chunk_count: int,
+    heads: Counts, parts: Parts, tokens: Counts, index: int, batch: int, dim: int, chunk: int, chunk_count: int
 ) -> AllToAllLayout:
     """Returns the layout of part `chunk` of tensors of `heads` each, of which ranks have the same multiples."""
     runs = tuple(_runs(count, parts, chunk, chunk_count) for count in heads)
@@ -247,17 +233,12 @@ def all_to_all_layout(
     counts = [[run.count for run in of_tensor for _ in range(run.ranks)] for of_tensor in runs]
     by_rank = [sum(of_rank) for of_rank in zip(*counts, strict=True)]
     own = tuple(of_tensor[index] for of_tensor in counts)
+    by_heads = tuple(tokens[index] * batch * count * dim for count in by_rank)
+    by_tokens = tuple(size * batch * sum(own) * dim for size in tokens)
     return AllToAllLayout(
-        runs=runs,
-        heads=own,
-        tokens=tokens,
-        index=index,
-        batch=batch,
-        dim=dim,
-        by_heads=tuple(tokens[index] * batch * count * dim for count in by_rank),
-        by_tokens=tuple(size * batch * sum(own) * dim for size in tokens),
+        runs=runs, heads=own, tokens=tokens, index=index, batch=batch, dim=dim, by_heads=by_heads, by_tokens=by_tokens,
         even=len(set(tokens)) == len(set(by_rank)) == 1,
-    )
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,20 +276,17 @@ def head_chunks(
     number = min(max_chunks, _chunk_count(query, heads, tokens_by_rank, mesh_dim.parts))
     start, own = chunk_range(heads[0], mesh_dim.parts, mesh_dim.index)
 
-    def packed(heads: tuple[int, ...], tokens: tuple[int, ...], chunk: int) -> AllToAllLayout:
-        return all_to_all_layout(
-            heads, mesh_dim.parts, tokens, mesh_dim.index, query.shape[0], query.shape[3] + added, chunk, number
-        )
+    batch, dim = query.shape[0], query.shape[3] + added
 
-    return tuple(
-        HeadChunk(
-            number=chunk,
-            first=start + chunk_range(own, number, chunk)[0],
-            outbound=tuple(packed(*each, chunk) for each in outbound),
-            inbound=packed(of_queries, queries, chunk),
-        )
-        for chunk in range(number)
-    )
+    def packed(heads: Counts, tokens: Counts, chunk: int) -> AllToAllLayout:
+        return all_to_all_layout(heads, mesh_dim.parts, tokens, mesh_dim.index, batch, dim, chunk, number)
+
+    chunks = []
+    for chunk in range(number):
+        sent, returned = tuple(packed(*each, chunk) for each in outbound), packed(of_queries, queries, chunk)
+        first = start + chunk_range(own, number, chunk)[0]
+        chunks.append(HeadChunk(number=chunk, first=first, outbound=sent, inbound=returned))
+    return tuple(chunks)
 
 
 def _chunk_count(query: Tensor, heads: tuple[int, int], tokens_by_rank: TokensByRank, parts: Parts) -> int:
@@ -331,7 +309,7 @@ def to_heads(
         parts = [run.of(tensor, joined=joined) for run, tensor in zip(runs, tensors, strict=True)]
         _pack(parts, segment, dim=-1 if joined else -2)
     received = streams.scratch(("receive", use), (sum(layout.by_tokens),), tensors[0])
-    return all_to_all(send, received, *layout.counts, mesh_dim)
+    return collectives.all_to_all(send, received, *layout.counts, mesh_dim)
 
 
 def split_received(received: Tensor, layout: AllToAllLayout) -> tuple[Tensor, ...]:
@@ -345,7 +323,7 @@ def to_tokens(full: Tensor, layout: AllToAllLayout, mesh_dim: MeshDim, streams: 
     send = full.transpose(0, 1).reshape(-1)
     received = streams.scratch(("return", use), (sum(layout.by_heads),), full)
     by_heads, by_tokens = layout.counts
-    return all_to_all(send, received, by_tokens, by_heads, mesh_dim)
+    return collectives.all_to_all(send, received, by_tokens, by_heads, mesh_dim)
 
 
 def write_returned(returned: Tensor, layout: AllToAllLayout, out: Tensor) -> None:

@@ -136,10 +136,8 @@ def send_recv(send_tensors: Mapping[int, Tensor], recv_buffers: Mapping[int, Ten
     """Sends `send_tensors[i]` to rank i of `mesh_dim`, while its tensor arrives in `recv_buffers[i]`; every rank knows
     all sizes beforehand. Returns the buffers, in their order."""
     buffers = [_comm_buffer(tensor, mesh_dim) for tensor in recv_buffers.values()]
-    operations = [
-        _p2p(dist.isend, _to_comm_device(tensor.contiguous(), mesh_dim), peer, mesh_dim)
-        for peer, tensor in send_tensors.items()
-    ]
+    sent = {peer: _to_comm_device(tensor.contiguous(), mesh_dim) for peer, tensor in send_tensors.items()}
+    operations = [_p2p(dist.isend, tensor, peer, mesh_dim) for peer, tensor in sent.items()]
     operations += [_p2p(dist.irecv, buffer, peer, mesh_dim) for peer, buffer in zip(recv_buffers, buffers, strict=True)]
     return Pending(_start(operations), buffers, list(recv_buffers.values()), mesh_dim.group_state)
 
@@ -197,10 +195,8 @@ def all_gather_ints(numbers: Sequence[int], dim: MeshDim | None = None) -> list[
         return [list(numbers)]
     index, ranks = (dist.get_rank(), tuple(range(size))) if dim is None else (dim.index, dim.ranks)
     # Where tensors are on GPUs these waits of the CPU must not count as waits of the device.
-    timed = dim is not None and dim.group_state.waited_seconds is not None
-    cpu_dim = MeshDim(
-        size=size, index=index, ranks=ranks, group_state=dim.group_state if dim and timed else GroupState()
-    )
+    state = GroupState() if dim is None or dim.group_state.waited_seconds is None else dim.group_state
+    cpu_dim = MeshDim(size=size, index=index, ranks=ranks, group_state=state)
     local = torch.tensor([numbers], dtype=torch.int64)
     (by_rank,) = all_gather_into(local.repeat(size, 1), local, [1] * size, cpu_dim).wait()
     return by_rank.tolist()

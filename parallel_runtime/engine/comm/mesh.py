@@ -103,12 +103,8 @@ class ContextMesh:
         of_heads = tuple(sum(own[place :: self.ulysses.size]) for place in range(self.ulysses.size))
         each = self.cfg.size * self.context.size
         of_entries = tuple(sum(shares[first : first + each]) for first in range(0, len(shares), each))
-        return replace(
-            self,
-            context=replace(self.context, shares=own),
-            ulysses=replace(self.ulysses, shares=of_heads),
-            data=replace(self.data, shares=of_entries),
-        )
+        context, ulysses = replace(self.context, shares=own), replace(self.ulysses, shares=of_heads)
+        return replace(self, context=context, ulysses=ulysses, data=replace(self.data, shares=of_entries))
 
 
 def build_mesh(
@@ -151,10 +147,8 @@ def with_new_group(mesh_dim: MeshDim, device: torch.device) -> MeshDim:
     over the world, in which the ranks of such a mesh dimension are neighbours."""
     if mesh_dim.size == 1:
         return mesh_dim
-    groups = [
-        dist.new_group(list(range(first, first + mesh_dim.size)))
-        for first in range(0, dist.get_world_size(), mesh_dim.size)
-    ]
+    firsts = range(0, dist.get_world_size(), mesh_dim.size)  # every rank makes all groups: new_group is collective
+    groups = [dist.new_group(list(range(first, first + mesh_dim.size))) for first in firsts]
     dim = replace(mesh_dim, group=groups[dist.get_rank() // mesh_dim.size])
     assert tuple(dist.get_process_group_ranks(dim.group)) == mesh_dim.ranks
     _copy_world_timeout(dim, device)
@@ -204,17 +198,10 @@ def _copy_world_timeout(mesh_dim: MeshDim, device: torch.device) -> None:
         mesh_dim.group._get_backend(backend_device)._set_default_timeout(timeout)
 
 
-def mesh_dim_of(group: dist.ProcessGroup, comm_device: torch.device | None, group_state: GroupState) -> MeshDim:
+def mesh_dim_of(group: dist.ProcessGroup, comm_device: torch.device | None, state: GroupState) -> MeshDim:
     """Returns the MeshDim of the ranks of `group`."""
-    ranks = tuple(dist.get_process_group_ranks(group))
-    return MeshDim(
-        size=len(ranks),
-        index=dist.get_rank(group),
-        ranks=ranks,
-        group=group,
-        comm_device=comm_device,
-        group_state=group_state,
-    )
+    ranks, index = tuple(dist.get_process_group_ranks(group)), dist.get_rank(group)
+    return MeshDim(size=len(ranks), index=index, ranks=ranks, group=group, comm_device=comm_device, group_state=state)
 
 
 def comm_device_of(device: torch.device) -> torch.device | None:

@@ -23,6 +23,7 @@ PIECE_ELEMENTS = 2**22  # 16 MiB in float32, which stay in a GPU's cache
 WIDE = (torch.float32, torch.float64)
 
 Size = int | Sequence[int]
+Given = Tensor | None  # None where a function is called without it
 Function = Callable[..., Tensor]
 FIELDS: dict[str, Function] = {"randn_like": torch.randn, "rand_like": torch.rand}
 
@@ -171,8 +172,8 @@ def group_norm(
     func: Function,
     x: Tensor,
     num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
+    weight: Given = None,
+    bias: Given = None,
     eps: float = 1e-5,
 ) -> Tensor:
     """Computes torch.nn.functional.group_norm with the statistics of all ranks, in float32 whatever `x` is in."""
@@ -187,8 +188,8 @@ def group_norm_with_edges(
     func: Function,
     x: Tensor,
     num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
+    weight: Given = None,
+    bias: Given = None,
     eps: float = 1e-5,
 ) -> Tensor:
     """Computes group_norm with one more row at each side for the convolution that follows: the neighbours', or a copy
@@ -201,12 +202,10 @@ def group_norm_with_edges(
     received = send_recv(send, {peer: allocate(part.shape, x) for peer, part in send.items()}, share.ranks).wait()
     by_rank = {index: packed} | dict(zip(peers, received, strict=True))
     moments = [by_rank[rank][: len(packed)].view(local.dtype).view(local.shape) for rank in range(share.ranks.size)]
-    before, after = (
-        by_rank[peer][len(packed) :].view(edge.shape) if peer in by_rank else edge for peer, edge in edges.items()
-    )
-    return _normalize(
-        torch.cat([before, x, after], dim), _combined_moments(weights, torch.stack(moments)), weight, bias, eps
-    )
+    by_edge = {peer: by_rank[peer][len(packed) :].view(edge.shape) for peer, edge in edges.items() if peer in by_rank}
+    before, after = (edges | by_edge).values()
+    combined = _combined_moments(weights, torch.stack(moments))
+    return _normalize(torch.cat([before, x, after], dim), combined, weight, bias, eps)
 
 
 def _normalize(x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:

@@ -220,10 +220,8 @@ class Levels(Share):
     def gather_tokens(self, x: Tensor, level: int) -> Tensor:
         """Gathers [B, local tokens, C] of a level to [B, all tokens, C], in the order of rows. Collective."""
         rows, at = self.sizes[level], 3 + self.dim
-        (full,) = all_gather_v(
-            x.unflatten(1, self._plane(level, rows[self.index])).movedim(at, 0), rows, self.ranks
-        ).wait()
-        return full.movedim(0, at).flatten(1, 2)
+        local = x.unflatten(1, self._plane(level, rows[self.index])).movedim(at, 0)
+        return all_gather_v(local, rows, self.ranks).wait()[0].movedim(0, at).flatten(1, 2)
 
     def gather_flat(self, x: Tensor) -> Tensor:
         """Gathers [B, local tokens, C] to [B, all tokens, C], rank by rank. Collective."""

@@ -283,12 +283,11 @@ def _local_options(options: dict[str, Any], plan: ModulePlan, splitter: Splitter
     if not plan.split_args:
         return local
     (_, _, streams), *_ = plan.split_args
-    local["patches"] = {
-        kind: [
-            partial(_patch_local_frames, each, splitter, streams) if goes_by_frames(each) else each for each in patches
-        ]
-        for kind, patches in options["patches"].items()
-    }
+
+    def local_patch(patch: Any) -> Any:
+        return partial(_patch_local_frames, patch, splitter, streams) if goes_by_frames(patch) else patch
+
+    local["patches"] = {kind: [*map(local_patch, patches)] for kind, patches in options["patches"].items()}
     if data := options.get("model_patch_data"):
         local["model_patch_data"] = {
             patch: splitter.split(value, SplitLike(streams), f"model_patch_data of patch {number}")
@@ -330,10 +329,8 @@ class _LocalFrames:
         end = min(start + splitter.local_count((stream,)), tokens)
         if start >= end:  # no token in any frame: the module still needs one frame
             return cls(first=0, last=1, padding_before=0, tokens=0, size=size)
-        first = start // size
-        return cls(
-            first=first, last=-(-end // size), padding_before=start - first * size, tokens=end - start, size=size
-        )
+        first, last = start // size, -(-end // size)
+        return cls(first=first, last=last, padding_before=start - first * size, tokens=end - start, size=size)
 
     @property
     def length(self) -> int:

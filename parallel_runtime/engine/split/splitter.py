@@ -45,14 +45,8 @@ class Splitter(Streams):
     def restart(self) -> None:
         """Starts the same forward over, with other tokens."""
         super().clear()
-        for state in (
-            self._shapes,
-            self._split_values,
-            self._split_streams,
-            self._arrived_split,
-            self._matching_specs,
-            self._calls,
-        ):
+        kept = self._shapes, self._split_values, self._split_streams, self._arrived_split, self._matching_specs
+        for state in (*kept, self._calls):
             state.clear()
         self._gather_incomplete = False
 
@@ -245,13 +239,9 @@ class Splitter(Streams):
         flat = max(1, len(shape))
         tokens_shape = value.shape[dim:][:flat]
         if not self._is_local(value, streams, dim):
-            if tokens_shape.numel() != total:
-                raise _wrong_length(
-                    where,
-                    tokens_shape.numel(),
-                    streams,
-                    f"{total} (whole) or {self.local_count(streams)} (this rank's)",
-                )
+            if (tokens := tokens_shape.numel()) != total:
+                expected = f"{total} (whole) or {self.local_count(streams)} (this rank's)"
+                raise _wrong_length(where, tokens, streams, expected)
             if not self.any_rank_has_all(streams):
                 return value
             flattened = value.reshape(*value.shape[:dim], total, *(1,) * (flat - 1), *value.shape[dim + flat :])
@@ -270,9 +260,8 @@ class Splitter(Streams):
     def _is_local(self, value: Tensor, streams: Names, dim: int) -> bool:
         shape, local = self._shapes.get(streams, ()), self.local_count(streams)
         tokens_shape = value.shape[dim:][: max(1, len(shape))]
-        return tokens_shape[0] == local and not (
-            len(shape) > 1 and tokens_shape == shape and self.total(streams) != local
-        )
+        is_full = len(shape) > 1 and tokens_shape == shape and self.total(streams) != local
+        return tokens_shape[0] == local and not is_full
 
     def begin_tail(self, tail: Gather, value: Tensor, ranges: list[Any]) -> bool:
         """Returns whether the module behind the blocks is given this rank's part of `value`. It is not where patches
