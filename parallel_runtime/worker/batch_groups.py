@@ -96,17 +96,13 @@ def select_entries(value: Any, entries: slice, batch: int) -> Any:
         return type(value)(select_entries(item, entries, batch) for item in value)
     if type(value) is not dict:
         return value
-    if "sample_sigmas" in value:
-        return _options(value, entries, batch)
-    return {name: select_entries(item, entries, batch) for name, item in value.items()}
-
-
-def _options(options: dict[str, Any], entries: slice, batch: int) -> dict[str, Any]:
-    selected = dict(options)
-    if torch.is_tensor(options.get("sigmas")) and len(options["sigmas"]) == batch:
-        selected["sigmas"] = options["sigmas"][entries]
+    if "sample_sigmas" not in value:
+        return {name: select_entries(item, entries, batch) for name, item in value.items()}
+    selected = dict(value)  # transformer_options
+    if torch.is_tensor(value.get("sigmas")) and len(value["sigmas"]) == batch:
+        selected["sigmas"] = value["sigmas"][entries]
     for name in PER_BATCH_OPTIONS:
-        if per_batch := options.get(name):
+        if per_batch := value.get(name):
             entries_per_cond = batch // len(per_batch)
             selected[name] = [per_batch[index // entries_per_cond] for index in range(batch)[entries]]
     return selected

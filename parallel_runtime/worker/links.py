@@ -44,19 +44,17 @@ def check_files(files: Sequence[SourceFile]) -> None:
 
     Machines compare samples of the weights: files of one architecture may have equal names and sizes. Times may differ.
     """
-    # All of them before a refusal.
-    differing = [differing_ranks(_fingerprint(file.path)) if machine_count() > 1 else [] for file in files]
+    several = machine_count() > 1
+    found = [file_fingerprint(file.path) if several and os.path.isfile(file.path) else "" for file in files]
+    # All of them before a refusal: one that refused would leave the other ranks waiting in the next comparison.
+    differing = [differing_ranks(each) if several else [] for each in found]
     for file, other_ranks in zip(files, differing, strict=True):
-        if machine_count() > 1 and not os.path.isfile(file.path):
+        if several and not os.path.isfile(file.path):
             raise Refused("file.missing", path=file.path)
         if rank() in other_ranks:
             raise Refused("file.other", path=file.path)
         if machine() == 0:
             check_unchanged(file)
-
-
-def _fingerprint(path: str) -> str:
-    return file_fingerprint(path) if os.path.isfile(path) else ""
 
 
 REPEATS = 3
@@ -73,16 +71,13 @@ def check_links(device: torch.device) -> None:
     world = mesh_dim_of(dist.group.WORLD, comm_device_of(device), GroupState())
     sent = torch.arange(CHECKED_NUMBERS * world.size, dtype=torch.int32, device=device)
     part = sent[world.index * CHECKED_NUMBERS :][:CHECKED_NUMBERS]
-
-    def expected(rank: int) -> Tensor:
-        return part + 7919 * rank
-
     before = (world.index - 1) % world.size
     received = torch.zeros_like(sent)
     ring_send_recv(sent + 7919 * world.index, received, world).wait()
     wrong = [] if torch.equal(received, sent + 7919 * before) else [before]
     all_to_all(sent + 7919 * world.index, received, None, None, world).wait()
-    wrong += [rank for rank, block in enumerate(received.chunk(world.size)) if not torch.equal(block, expected(rank))]
+    blocks = enumerate(received.chunk(world.size))
+    wrong += [rank for rank, block in blocks if not torch.equal(block, part + 7919 * rank)]
     if wrong:
         raise ParallelError(say("start.corrupt", ranks=", ".join(map(str, sorted({*wrong})))))
 

@@ -116,7 +116,8 @@ class Model:
         if staged:
             self.offload()
             self.stages = self.undo_split.enter_context(Stages(self.network, plan, self.mesh, parallelism))
-            self.undo_split.callback(self._leave_stages)
+            self.undo_split.callback(setattr, self, "stages", None)
+            self.undo_split.callback(self.offload)
         else:
             parallelize(self.network, plan, self.mesh, parallelism)
             self.undo_split.callback(unparallelize, self.network)
@@ -124,10 +125,6 @@ class Model:
     def set_attributes(self, attributes: str) -> None:
         """Sets these attributes (of a ModelSpec) of the undivided model, and those set before to what they were."""
         assert not attributes, f"{self.name} has no attributes to set"
-
-    def _leave_stages(self) -> None:
-        self.offload()
-        self.stages = None
 
     @property
     def nonresident_bytes(self) -> int:

@@ -137,10 +137,8 @@ class Progress:
             self._computed_seconds.append(self._step_seconds - self._waited_seconds)
         self.compare_ranks(f"step {step + 1} of {total}", "latent", x0, x)
         if rank() == 0:
-            message = Step(self._job, step, total)
-            self._previews.offer(
-                {"x0": x0, "x": x}, lambda latents: self._channel.offer(message, write_bundle(latents))
-            )
+            send = partial(self._channel.offer, Step(self._job, step, total))
+            self._previews.offer({"x0": x0, "x": x}, lambda latents: send(write_bundle(latents)))
 
     def compare_ranks(self, after: str, what: str, *tensors: Tensor) -> None:
         """Raises RuntimeError on all ranks if tensors of unlike devices, or with CP_DEBUG, differ. Collective."""

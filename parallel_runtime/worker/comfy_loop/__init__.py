@@ -87,17 +87,8 @@ def start(setup: ComfySetup, device: torch.device) -> tuple[dict[type, Loop], di
     from .evaluation import evaluate
     from .sampling import run
 
-    load_model = partial(load, AdditionalModels())
-    loaders: dict[type, Load] = {
-        SamplingJob: load_model,
-        EvaluationJob: load_model,
-        VAEJob: autoencoder.load,
-        EncodingJob: text_encoder.load,
-    }
-    loops: dict[type, Loop] = {
-        SamplingJob: run,
-        EvaluationJob: evaluate,
-        VAEJob: partial(autoencoder.run, {}),
-        EncodingJob: text_encoder.run,
-    }
+    loaders: dict[type, Load] = dict.fromkeys((SamplingJob, EvaluationJob), partial(load, AdditionalModels()))
+    loaders |= {VAEJob: autoencoder.load, EncodingJob: text_encoder.load}
+    loops: dict[type, Loop] = {SamplingJob: run, EvaluationJob: evaluate}
+    loops |= {VAEJob: partial(autoencoder.run, {}), EncodingJob: text_encoder.run}
     return loops, loaders

@@ -151,9 +151,8 @@ def _load_control_net(described: dict[str, Any]) -> ControlBase:
         expected = f"{described['dtype']}, {described['computed']}"
         if dtypes != expected:
             raise Refused("model.dtype", dtype=dtypes, expected=expected)
-        made.control_model_wrapped = _FullyLoaded(
-            made.control_model, made.load_device, comfy.model_management.unet_offload_device()
-        )
+        offload_device = comfy.model_management.unet_offload_device()
+        made.control_model_wrapped = _FullyLoaded(made.control_model, made.load_device, offload_device)
     return made
 
 

@@ -123,9 +123,8 @@ class ComfyModel(Model):
         placement = placement if plan else None
         if placement is not (state.offload_set and state.offload_set.placement):
             self.offload()
-            state.offload_set = (
-                OffloadSet.of(self.network, blocks_of(self.network, plan), placement) if plan and placement else None
-            )
+            blocks = blocks_of(self.network, plan) if plan else []
+            state.offload_set = OffloadSet.of(self.network, blocks, placement) if placement else None
         if self.partner is not None:
             self.partner.place_weights(placement)
 
@@ -315,13 +314,9 @@ def recordable_arguments(kwargs: dict[str, Any], attention: Any) -> dict[str, An
         return kwargs
     options = {name: value for name, value in all_options.items() if name not in UNUSED_OPTIONS}
     wrappers = {kind: by_key for kind, by_key in options.pop("wrappers", {}).items() if kind not in OUTER_WRAPPERS}
-    inside = {
-        "wrappers": _kinds(wrappers),
-        "patches": _kinds(options.get("patches")),
-        "replaced blocks": _kinds(options.get("patches_replace")),
-    }
-    for what, kinds in inside.items():
-        if kinds:
+    patches, replaced = options.get("patches") or {}, options.get("patches_replace") or {}
+    for what, by_kind in ("wrappers", wrappers), ("patches", patches), ("replaced blocks", replaced):
+        if kinds := sorted(str(kind) for kind, functions in by_kind.items() if functions):
             raise Unrecordable(f"{what} inside the network ({', '.join(kinds)})")
     if options.get(OVERRIDE) is not attention:
         raise Unrecordable("a node replaces the attention")
@@ -329,7 +324,3 @@ def recordable_arguments(kwargs: dict[str, Any], attention: Any) -> dict[str, An
         if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value) if leaf is not value):
             raise Unrecordable(f"the network may keep something in {name}")
     return {**kwargs, OPTIONS: options}
-
-
-def _kinds(by_kind: dict[str, Any] | None) -> list[str]:
-    return sorted(str(kind) for kind, functions in (by_kind or {}).items() if functions)

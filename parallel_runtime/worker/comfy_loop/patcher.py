@@ -62,11 +62,8 @@ class DynamicVram:
     (ModelPatcherDynamic.load). It has layers multiply in fp8 only where the file has fp8."""
 
     def __init__(self, network: torch.nn.Module) -> None:
-        sizes = {
-            module: comfy.model_management.module_size(module)
-            for module in network.modules()
-            if hasattr(module, "comfy_cast_weights")
-        }
+        layers = [module for module in network.modules() if hasattr(module, "comfy_cast_weights")]
+        sizes = {layer: comfy.model_management.module_size(layer) for layer in layers}
         self.small = {module for module, size in sizes.items() if size <= SMALL_BYTES}
         self.fetched = sizes.keys() - self.small
         for module in sizes:  # `fp8_linear` looks at the weight in main memory, which is as in the file
@@ -132,12 +129,9 @@ class RankPatcher(Mapped):
     def _is_resized(self, key: str) -> bool:
         """Returns whether patches change the size of a weight of the layer that has this one."""
         layer = key.rpartition(".")[0]
-        return any(
-            comfy.lora.calculate_shape(self.patches[each], weight := comfy.utils.get_attr(self.model, each), each)
-            != weight.shape
-            for each in (f"{layer}.{name}" for name in MERGED_AS_FETCHED)
-            if each in self.patches
-        )
+        patched = [each for name in MERGED_AS_FETCHED if (each := f"{layer}.{name}") in self.patches]
+        weights = {each: comfy.utils.get_attr(self.model, each) for each in patched}
+        return any(comfy.lora.calculate_shape(self.patches[x], w, x) != w.shape for x, w in weights.items())
 
     def _merge_as_fetched(self, key: str, module: torch.nn.Module, device: torch.device | None) -> None:
         """Merges patches as dynamic VRAM does when it fetches a layer (`resolve_cast_module_with_vbar` of
@@ -215,20 +209,14 @@ class RankPatcher(Mapped):
     def partially_load(
         self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False
     ) -> int:
-        before = self.model.current_weight_patches_uuid
+        before, state = self.model.current_weight_patches_uuid, self.weight_state
         self._bring_back(device_to, patched=before == self.patches_uuid)
-        load_fully = (
-            before is None
-            or not self.loaded_size()
-            or self.hook_backup
-            or self.weight_state.force_cast != self.force_cast_weights
-            or self.weight_state.offload_set is not None
-        )
-        if load_fully or before == self.patches_uuid:
+        is_other = state.force_cast != self.force_cast_weights or state.offload_set is not None
+        if before in (None, self.patches_uuid) or not self.loaded_size() or self.hook_backup or is_other:
             loaded = super().partially_load(device_to, UNLIMITED_BYTES, force_patch_weights)
         else:
             loaded = self._repatch(device_to)
-        self.weight_state.force_cast = self.force_cast_weights
+        state.force_cast = self.force_cast_weights
         return loaded
 
     def partially_unload(self, device_to: torch.device, memory_to_free: int = 0, **_: Any) -> int:
@@ -365,10 +353,8 @@ class RankPatcher(Mapped):
         names = [f"{path}.{name}" for name, _ in unit.named_parameters()]
         originals = {name: self.file_views[name] for name in names}
         current = dict(zip(originals, unit.parameters(), strict=True))
-        # Where main memory is the device, weights without patches stay in the mapped file.
-        if not prefetcher.source.staged and all(
-            original.data_ptr() == current[name].data_ptr() for name, original in originals.items()
-        ):
+        unpatched = all(original.data_ptr() == current[name].data_ptr() for name, original in originals.items())
+        if not prefetcher.source.staged and unpatched:  # main memory is the device: they stay in the mapped file
             self.weight_state.in_file_bytes += 0 if resident else weight_bytes(unit)
             return
         prefetcher.add(unit, block=block, resident=resident)

@@ -194,17 +194,10 @@ def _control_wrapper(controls: list[ControlBase], model: ComfyModel, *, batch_co
 
 def _sample(job: SamplingJob, guider: comfy.samplers.CFGGuider, sampler: Any, on_step: OnStep) -> Tensor:
     # What a pack's guider does in a `sample` of its own has run in ComfyUI's process.
-    samples = comfy.samplers.CFGGuider.sample(
-        guider,
-        _unpacked(job.noise, job),
-        _unpacked(job.latent, job),
-        sampler,
-        job.sigmas.clone(),
-        callback=lambda step, x0, x, total: on_step(step, _packed(x0), _packed(x), total),
-        disable_pbar=True,
-        seed=job.seed,
-    )
-    return _packed(samples)
+    return _packed(comfy.samplers.CFGGuider.sample(
+        guider, _unpacked(job.noise, job), _unpacked(job.latent, job), sampler, job.sigmas.clone(), disable_pbar=True,
+        callback=lambda step, x0, x, total: on_step(step, _packed(x0), _packed(x), total), seed=job.seed,
+    ))  # fmt: skip
 
 
 def _guider(job: SamplingJob, patchers: Sequence[ModelPatcher], made: dict[str, Any]) -> comfy.samplers.CFGGuider:
@@ -215,9 +208,8 @@ def _guider(job: SamplingJob, patchers: Sequence[ModelPatcher], made: dict[str, 
     initialize = comfy.samplers.CFGGuider.__init__ if packs_named(job.guider) else kind.__init__
     initialize(guider, *models)
     vars(guider).update(made["guider_attributes"])
-    comfy.samplers.CFGGuider.inner_set_conds(
-        guider, {name: [[None, cond] for cond in branch] for name, branch in made["conds"].items()}
-    )
+    conds = {name: [[None, cond] for cond in branch] for name, branch in made["conds"].items()}
+    comfy.samplers.CFGGuider.inner_set_conds(guider, conds)
     return guider
 
 
@@ -368,10 +360,9 @@ class Unchanged:
         changed = next((name for name in now if now[name] != self._before.get(name)), None)
         if changed is not None:
             return changed or type(self._network).__name__
-        replaced = next(
-            (place for place, code in _code_of(self._network).items() if code is not self._code.get(place)), None
-        )
-        return "" if replaced is None else f"{replaced[0].__name__}.{replaced[1]}"
+        code = _code_of(self._network)
+        replaced = (place for place in code if code[place] is not self._code.get(place))
+        return next((f"{owner.__name__}.{name}" for owner, name in replaced), "")
 
 
 def _modules(network: nn.Module) -> dict[str, Any]:
