@@ -88,6 +88,9 @@ class Compared:
     tiles: Tiles | None = None
 
 
+MINIMAX_H3_TILES = Tiles(
+    decode="_decode_pixels", encode="_encode_moments", output=_minimax_h3_output, grid=_minimax_h3_grid, least_rows=2
+)
 COMPARED: dict[str, Compared] = {
     f"{KL}({DIFFUSION}.Encoder, {DIFFUSION}.Decoder)": Compared(),
     f"{ENGINE}({DIFFUSION}.Encoder, {DIFFUSION}.Decoder)": Compared(),
@@ -102,43 +105,26 @@ COMPARED: dict[str, Compared] = {
     f"({COSMOS}.EncoderFactorized, {COSMOS}.DecoderFactorized)": Compared(),
     f"{COGVIDEO}.AutoencoderKLCogVideoX({COGVIDEO}.Encoder3D, {COGVIDEO}.Decoder3D)": Compared(),
     f"{SEEDVR}.VideoAutoencoderKLWrapper({SEEDVR}.Encoder3D, {SEEDVR}.Decoder3D)": Compared(limits="set_memory_limit"),
-    MINIMAX_H3: Compared(
-        tiles=Tiles(
-            decode="_decode_pixels",
-            encode="_encode_moments",
-            output=_minimax_h3_output,
-            grid=_minimax_h3_grid,
-            least_rows=2,
-        )
-    ),
+    MINIMAX_H3: Compared(tiles=MINIMAX_H3_TILES),
     "comfy.taesd.taesd.TAESD": Compared(),
     "comfy.taesd.taehv.TAEHV": Compared(),
 }
 
 _LDM = "comfy.ldm."
 WHOLE: dict[str, str] = {  # ComfyUI's other classes, and the sentence (cpReport) that says why its own process has them
-    **dict.fromkeys(
-        (
-            f"{_LDM}audio.autoencoder.AudioOobleckVAE",
-            f"{_LDM}audio.vae_sa3.SA3AudioVAE",
-            f"{_LDM}ace.vae.music_dcae_pipeline.MusicDCAE",
-            f"{_LDM}lightricks.vae.audio_vae.AudioVAE",
-            f"{_LDM}minimax.audio_vae.MiniMaxH3AudioVAE",
-            f"{_LDM}minimax_music.dav.MiniMaxMusic3DAV",
-            f"{_LDM}mmaudio.vae.autoencoder.AudioAutoencoder",
-        ),
-        "vae.sound",
-    ),
-    **dict.fromkeys(
-        (
-            f"{_LDM}hunyuan3d.vae.ShapeVAE",
-            f"{_LDM}trellis2.vae.ShapeVae",
-            f"{_LDM}trellis2.vae.TextureVae",
-            f"{_LDM}triposplat.vae.OctreeGaussianDecoder",
-        ),
-        "vae.shape",
-    ),
-    **dict.fromkeys((f"{_LDM}cascade.stage_a.StageA", f"{_LDM}cascade.stage_c_coder.StageC_coder"), "vae.small"),
+    f"{_LDM}audio.autoencoder.AudioOobleckVAE": "vae.sound",
+    f"{_LDM}audio.vae_sa3.SA3AudioVAE": "vae.sound",
+    f"{_LDM}ace.vae.music_dcae_pipeline.MusicDCAE": "vae.sound",
+    f"{_LDM}lightricks.vae.audio_vae.AudioVAE": "vae.sound",
+    f"{_LDM}minimax.audio_vae.MiniMaxH3AudioVAE": "vae.sound",
+    f"{_LDM}minimax_music.dav.MiniMaxMusic3DAV": "vae.sound",
+    f"{_LDM}mmaudio.vae.autoencoder.AudioAutoencoder": "vae.sound",
+    f"{_LDM}hunyuan3d.vae.ShapeVAE": "vae.shape",
+    f"{_LDM}trellis2.vae.ShapeVae": "vae.shape",
+    f"{_LDM}trellis2.vae.TextureVae": "vae.shape",
+    f"{_LDM}triposplat.vae.OctreeGaussianDecoder": "vae.shape",
+    f"{_LDM}cascade.stage_a.StageA": "vae.small",
+    f"{_LDM}cascade.stage_c_coder.StageC_coder": "vae.small",
     f"{_LDM}lightricks.vae.na_diffusion_decoder.CausalDiffusionVAE": "vae.windows",
     f"{_LDM}mage_flow.vae.MageVAE": "vae.windows",
     "comfy.pixel_space_convert.PixelspaceConversionVAE": "vae.pixels",

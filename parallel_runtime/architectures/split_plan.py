@@ -153,18 +153,8 @@ class Frames:
 
 # How an argument is split: a spec; a tuple of specs, one an item of the value; a list of specs, of which the value's
 # length selects one; None to pass it unchanged; or a function of the value and of `split(value, spec)`.
-SplitSpec = (
-    Split
-    | SplitLike
-    | Slices
-    | Index
-    | Count
-    | Gather
-    | tuple[Any, ...]
-    | list[Any]
-    | Callable[[Any, Callable[[Any, Any], Any]], Any]
-    | None
-)
+_Named = Split | SplitLike | Slices | Index | Count | Gather
+SplitSpec = _Named | tuple[Any, ...] | list[Any] | Callable[[Any, Callable[[Any, Any], Any]], Any] | None
 AttentionSpec = Names | Cross | Window | Local
 TokenFunction = Literal["sum", "convolution"]
 AttentionSpecs = AttentionSpec | list[AttentionSpec]  # the token count selects one of a list
@@ -273,10 +263,8 @@ class SplitPlan:
 
     def __post_init__(self) -> None:
         if unknown := self.replicated - self.streams:
-            raise ValueError(
-                f"the plan splits no stream {', '.join(sorted(unknown))} that could be replicated; it splits "
-                f"{', '.join(sorted(self.streams))}"
-            )
+            missing, split = (", ".join(sorted(names)) for names in (unknown, self.streams))
+            raise ValueError(f"the plan splits no stream {missing} that could be replicated; it splits {split}")
 
     @cached_property
     def main_stream(self) -> str:

@@ -24,17 +24,9 @@ SIZES = ("small", "large")
 PLACES = ("left", "right", "top", "bottom", "center")
 GRAMMAR = ("a", "at", "in", "on", "background")
 SYNONYMS = {
-    "an": "a",
-    "the": "a",
-    "big": "large",
-    "little": "small",
-    "tiny": "small",
-    "middle": "center",
-    "centre": "center",
-    "plus": "cross",
-    "disc": "circle",
-    "violet": "purple",
-}
+    "an": "a", "the": "a", "big": "large", "little": "small", "tiny": "small", "middle": "center", "centre": "center",
+    "plus": "cross", "disc": "circle", "violet": "purple",
+}  # fmt: skip
 WIDTH = 64
 BACKDROPS = tuple(f"{colour} background" for colour in COLOURS)
 KNOWN_WORDS = ("start", *COLOURS, *BACKDROPS, *SHAPES, *SIZES, *PLACES, *GRAMMAR)
@@ -42,13 +34,7 @@ LONGEST = WIDTH - 1 - len(KNOWN_WORDS)
 # FLUX tells an image token where it is only by its rotation against text tokens, which all sit at the origin. Tokens
 # that every prompt has give this small model enough of them to find its place by.
 REGISTERS = 16
-KINDS: dict[str, tuple[str, ...]] = {
-    "shape": SHAPES,
-    "colour": COLOURS,
-    "background": BACKDROPS,
-    "size": SIZES,
-    "place": PLACES,
-}
+KINDS = {"shape": SHAPES, "colour": COLOURS, "background": BACKDROPS, "size": SIZES, "place": PLACES}
 
 
 def vocabulary() -> list[str]:

@@ -17,13 +17,6 @@ from .plans import plan_of
 Plan = SplitPlan  # the name that scripts import
 
 __all__ = [
-    "Parallelism",
-    "Plan",
-    "SplitPlan",
-    "adopt_mesh",
-    "attach",
-    "build_mesh",
-    "detach",
-    "from_context_parallel_config",
+    "Parallelism", "Plan", "SplitPlan", "adopt_mesh", "attach", "build_mesh", "detach", "from_context_parallel_config",
     "plan_of",
-]
+]  # fmt: skip

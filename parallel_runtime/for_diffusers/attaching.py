@@ -191,7 +191,9 @@ def _settings(
     chosen = {id(module): over for block in blocks for scope, over in block.scopes for module in scope.modules()}
     attentions: dict[Cross, ContextAttention] = {}
     scope_by_processor: dict[int, AttentionSpecs] = {}
-    for name, module in _attention_modules(transformer):
+    for name, module in transformer.named_modules():
+        if not callable(getattr(module, "processor", None)):
+            continue
         over = chosen.get(id(module), "local")
         processor = aware(module.processor)
         if scope_by_processor.setdefault(id(processor), over) != over:
@@ -206,12 +208,6 @@ def _settings(
         yield _Setting(name, module, "processor", processor)
         yield _Setting(name, processor, "_parallel_config", attention)
         yield _Setting(name, processor, "_attention_backend", backend)
-
-
-def _attention_modules(transformer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, module in transformer.named_modules():
-        if getattr(module, "processor", None) is not None and callable(module.processor):
-            yield name, module
 
 
 def _check_aware(name: str, processor: Any) -> None:
