@@ -10,12 +10,7 @@ from typing import Any
 import comfy.sd
 import folder_paths
 from comfy_api.latest import io
-from nodes import (  # type: ignore[attr-defined]  # ComfyUI's module, not our package
-    NODE_CLASS_MAPPINGS,
-    CLIPLoader,
-    DualCLIPLoader,
-    UNETLoader,
-)
+from nodes import NODE_CLASS_MAPPINGS, CLIPLoader, DualCLIPLoader, UNETLoader  # type: ignore[attr-defined]  # ComfyUI's
 from safetensors import SafetensorError, safe_open
 
 from ...parallel_runtime.demo import MODEL, words_and_pictures
@@ -90,9 +85,8 @@ class CPLoadCLIP(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         files = folder_paths.get_filename_list("text_encoders")
-        types = [
-            type for loader in (CLIPLoader, DualCLIPLoader) for type in loader.INPUT_TYPES()["required"]["type"][0]
-        ]
+        loaders = CLIPLoader, DualCLIPLoader
+        types = [type for loader in loaders for type in loader.INPUT_TYPES()["required"]["type"][0]]
         more = [
             io.Combo.Input(f"clip_name{number}", options=[NONE, *files], optional=True, tooltip="As in DualCLIPLoader, "
                            "TripleCLIPLoader and QuadrupleCLIPLoader; none for a CLIP of fewer files.")

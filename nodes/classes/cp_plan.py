@@ -123,9 +123,8 @@ class CPPlan(io.ComfyNode):
         if compare:
             return expanded()
         request = request_from(cp_config)
-        made, measured, recommended = _explain(
-            model, latent_image, positive, request, cfg, vae, clip, take_times=measure
-        )
+        subject = model, latent_image, positive
+        made, measured, recommended = _explain(*subject, request, cfg, vae, clip, take_times=measure)
         made = replace(made, rows=(*compared_rows(compared), *made.rows))
         if newer := untested():
             made = replace(made, rows=(*made.rows, Row("Note", newer, "note")))
@@ -135,16 +134,9 @@ class CPPlan(io.ComfyNode):
 
 
 def _explain(
-    model: Any,
-    latent: dict[str, Any],
-    positive: list,
-    request: ParallelRequest,
-    cfg: float,
-    vae: Any,
-    clip: Any,
-    *,
-    take_times: bool,
-) -> tuple[Report, dict[str, Any], ParallelRequest]:
+    model: Any, latent: dict[str, Any], positive: list, request: ParallelRequest, cfg: float, vae: Any, clip: Any,
+    *, take_times: bool,
+) -> tuple[Report, dict[str, Any], ParallelRequest]:  # fmt: skip
     """Returns the report; what to change in CP Parallel Config, measured steps and the cost of measuring, as JSON; and
     a config with the plan's degrees: the requested one, or an automatic one where that cannot work. `take_times`:
     samples a few steps first, on the plan's workers and on fewer."""

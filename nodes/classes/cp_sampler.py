@@ -98,16 +98,11 @@ class CPModel(io.ComfyNode):
             category=CATEGORY,
             description="A MODEL that any sampler node, of any pack, samples on several GPUs, with the same result.",
             search_aliases=SEARCH,
-            inputs=[
-                io.Model.Input("model", tooltip="From Load Diffusion Model, Load Checkpoint or a LoRA loader."),
-                CP_CONFIG_INPUT,
-            ],
-            outputs=[
-                io.Model.Output(
-                    tooltip="For every node that samples. LoRAs and model patches may come before or after."
-                )
-            ],
-        )
+            inputs=[io.Model.Input("model", tooltip="From Load Diffusion Model, Load Checkpoint or a LoRA loader."),
+                    CP_CONFIG_INPUT],
+            outputs=[io.Model.Output(tooltip="For every node that samples. LoRAs and model patches may come before or "
+                                     "after.")],
+        )  # fmt: skip
 
     @classmethod
     @announce_refusals()

@@ -13,6 +13,7 @@ import inspect
 import itertools
 import types
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -198,7 +199,10 @@ class Reachable:
                 self.written.add(id(cell))
             if id(cell) not in self.cells:
                 self.cells.add(id(cell))
-                self._follow(_cell_content(cell))
+                content = None
+                with suppress(ValueError):  # nothing was assigned to it yet
+                    content = cell.cell_contents
+                self._follow(content)
 
 
 def _parts(value: Any) -> list[Any]:
@@ -208,13 +212,6 @@ def _parts(value: Any) -> list[Any]:
     if not isinstance(value, dict):
         value = vars(value) if hasattr(value, "__dict__") and is_comfyui(value) else {}
     return list(value.values())
-
-
-def _cell_content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # nothing was assigned to it yet
-        return None
 
 
 @functools.cache

@@ -45,19 +45,11 @@ from ...parallel_runtime.planning.request_checks import check_run_in_patches
 from ...parallel_runtime.planning.run_plan import PlanInputs
 from ...parallel_runtime.request import ParallelRequest
 from ...parallel_runtime.specs import ModelSpec, SourceFile
+from . import model_patches
 from .batch_coupling import is_batch_coupled, network_couples_images
 from .foreign_code import check_code, check_layers, check_model, check_network, layers_of_packs
 from .host import plan_inputs
 from .model_files import Conds, controls_of, count_residuals, describer, gligens_of, weight_bytes
-from .model_patches import (
-    OVERRIDE,
-    check_network_patches,
-    compilation,
-    native_model,
-    native_network,
-    replaced_methods,
-    without_lse,
-)
 from .model_source import changed_attributes, spec_by_node
 from .vae import encode_bytes
 
@@ -132,22 +124,14 @@ class DescribedModel:
             raise ValueError("networks that are not split alike")
         fingerprints = (self.spec.patches_fingerprint, other.spec.patches_fingerprint)
         both = " and ".join(fingerprints) if any(fingerprints) else ""
+        blocks = tuple(map(sum, zip_longest(own.blocks, others.blocks, fillvalue=0)))
         stats = replace(
-            own,
-            weight_bytes=own.weight_bytes + others.weight_bytes,
-            blocks=tuple(map(sum, zip_longest(own.blocks, others.blocks, fillvalue=0))),
-            loads=(),
-            images_coupled=own.images_coupled or others.images_coupled,
-            no_lse=own.no_lse or others.no_lse,
-        )
-        return replace(
-            self,
-            spec=replace(self.spec, partner=other.spec, patches_fingerprint=both),
-            partner=other,
-            stats=stats,
-            batch_coupled=self.batch_coupled or other.batch_coupled,
-            recorded=False,
-        )
+            own, weight_bytes=own.weight_bytes + others.weight_bytes, blocks=blocks, loads=(),
+            images_coupled=own.images_coupled or others.images_coupled, no_lse=own.no_lse or others.no_lse,
+        )  # fmt: skip
+        coupled = self.batch_coupled or other.batch_coupled
+        spec = replace(self.spec, partner=other.spec, patches_fingerprint=both)
+        return replace(self, spec=spec, partner=other, stats=stats, batch_coupled=coupled, recorded=False)
 
     def inputs(
         self, request: ParallelRequest, work: Work | None = None, *, guided: bool = False, batch_coupled: bool = False
@@ -185,11 +169,11 @@ def _has_hooks(prompt: list[dict[str, Any]]) -> bool:
 def describe_model(model: ModelPatcher, request: ParallelRequest) -> DescribedModel:
     """Describes a MODEL. Raises Refused where no worker can have its network."""
     dtype = request.dtype
-    check_network_patches(model)
+    model_patches.check_network_patches(model)
     cast = model.object_patches.get("manual_cast_dtype")
     requested_dtype = dtype if dtype != "auto" else "" if cast is None else str(cast).removeprefix("torch.")
     spec = model_spec(model)
-    network = native_network(model)
+    network = model_patches.native_network(model)
     check_model(model, of_pack=bool(spec.weights_fingerprint))
     check_network(network)
     if spec.weights_fingerprint:  # workers have the pack's layers too
@@ -200,15 +184,15 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> DescribedMo
     runtime.first_seen[network] = spec.files
     architecture = architecture_of(network)
     options = model.model_options["transformer_options"]
-    by_rows, replaced = isinstance(architecture, RowArchitecture), OVERRIDE in options
+    by_rows, replaced = isinstance(architecture, RowArchitecture), model_patches.OVERRIDE in options
     undivided_by += [] if by_rows else see_all_tokens(options.get("patches", {}))
     undivided_by += padding_modes(network) if attributes else []
-    if replaced and not attends_each_head(options[OVERRIDE]):
-        undivided_by.append(f"the attention {qualified_name(options[OVERRIDE])}")
-    methods = replaced_methods(model)
+    if replaced and not attends_each_head(options[model_patches.OVERRIDE]):
+        undivided_by.append(f"the attention {qualified_name(options[model_patches.OVERRIDE])}")
+    methods = model_patches.replaced_methods(model)
     whole = [name for name, method in methods.items() if not sees_each_token(method)]
     undivided_by += whole[:1]  # a chain of many would say no more
-    compiled = compilation(model, request.compile)
+    compiled = model_patches.compilation(model, request.compile)
     if by_rows and compiled is not None:
         undivided_by.append("torch.compile")
     comfyui_dtype = cast or model.model.get_dtype_inference()
@@ -217,7 +201,7 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> DescribedMo
     weight_bytes = sum(map(comfy.model_management.module_size, [network, *patch_models]))
     item_bytes = (comfyui_dtype if dtype == "auto" else getattr(torch, dtype)).itemsize
     stats = network_stats_of(network, architecture, weight_bytes, item_bytes)
-    stats = replace(stats, no_lse=stats.no_lse or without_lse(model, request))
+    stats = replace(stats, no_lse=stats.no_lse or model_patches.without_lse(model, request))
     patches_describer = describer()
     graphs = request.options.cuda_graphs != "off" and comfy.model_management.get_torch_device().type == CUDA.kind
     described = DescribedModel(
@@ -243,7 +227,7 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> DescribedMo
 
 def model_spec(model: ModelPatcher) -> ModelSpec:
     """Returns the call that loads this MODEL's network, without patches. Raises Refused where that is unknown."""
-    model = native_model(model)
+    model = model_patches.native_model(model)
     init = getattr(model, "cached_patcher_init", None)
     if init is None or not is_comfyui(init[0]):
         spec = spec_by_node(model)
@@ -251,7 +235,11 @@ def model_spec(model: ModelPatcher) -> ModelSpec:
         return spec
     loader, arguments, *index = init
     files = _files(model, arguments)
-    name, arguments = _loader_call(loader, arguments, model.model.get_dtype())
+    try:
+        name = reference(loader, "the loader")
+    except Refused as refused:
+        raise Refused("loader.foreign", reason=refused.sentence) from None
+    arguments = _with_dtype(loader, arguments, model.model.get_dtype())
     return ModelSpec(
         loader=name,
         arguments=json.dumps(arguments, sort_keys=True, default=partial(argument_to_json, loader)),
@@ -268,16 +256,6 @@ def _load_again(model: ModelPatcher) -> Mapped:
     loader, arguments, *index = model.cached_patcher_init
     arguments = _with_dtype(loader, arguments, model.model.get_dtype())
     return load_mapped(Mapped, loader, arguments, index[0] if index else None)
-
-
-def _loader_call(
-    loader: Callable[..., Any], arguments: tuple[Any, ...], dtype: torch.dtype
-) -> tuple[str, tuple[Any, ...]]:
-    try:
-        name = reference(loader, "the loader")
-    except Refused as refused:
-        raise Refused("loader.foreign", reason=refused.sentence) from None
-    return name, _with_dtype(loader, arguments, dtype)
 
 
 def _with_dtype(loader: Callable[..., Any], arguments: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
@@ -311,7 +289,7 @@ def _files(model: ModelPatcher, arguments: tuple[Any, ...]) -> tuple[SourceFile,
 
 
 def _check_first_seen(model: ModelPatcher, files: tuple[SourceFile, ...]) -> None:
-    if runtime.first_seen.get(native_network(model), files) != files:
+    if runtime.first_seen.get(model_patches.native_network(model), files) != files:
         raise Refused("model.changed", path=files[0].path)
 
 

@@ -117,13 +117,8 @@ def compilation(model: ModelPatcher, chosen: CompileChoice) -> Compilation | Non
         options = json.dumps(plain, sort_keys=True)
     except TypeError as error:
         raise Refused("compile.option", error=str(error)) from None
-    return Compilation(
-        backend=kwargs["backend"],
-        mode=kwargs["mode"],
-        fullgraph=bool(kwargs["fullgraph"]),
-        dynamic=kwargs["dynamic"],
-        options=options,
-    )
+    backend, mode, fullgraph, dynamic = (kwargs[name] for name in ("backend", "mode", "fullgraph", "dynamic"))
+    return Compilation(backend=backend, mode=mode, fullgraph=bool(fullgraph), dynamic=dynamic, options=options)
 
 
 def check_network_patches(model: ModelPatcher) -> None:
@@ -136,13 +131,9 @@ def check_network_patches(model: ModelPatcher) -> None:
             describer(model=model).describe(value, f"the replaced {name}")
         except Unsendable as reason:
             names.append(f"a replaced {name}: {reason.sentence}")
-    names += [
-        f"the {kind} callback {qualified_name(callback)}"
-        for kind, groups in model.callbacks.items()
-        if kind not in CALLED_CALLBACKS
-        for callback in chain.from_iterable(groups.values())
-        if not is_comfyui(callback)
-    ]
+    for kind in model.callbacks.keys() - CALLED_CALLBACKS:
+        foreign = (one for one in chain.from_iterable(model.callbacks[kind].values()) if not is_comfyui(one))
+        names += [f"the {kind} callback {qualified_name(callback)}" for callback in foreign]
     if names:
         raise Refused("model.inside", things="; ".join(sorted(names)))
     options = model.model_options["transformer_options"]

@@ -137,12 +137,9 @@ def _describe_variables(code: list[Any], parts: Describer) -> tuple[dict[str, An
     the packs. Raises Unsendable."""
     found = [*reached(code)]
     plain, objects = globals_of(found), objects_of(found)
-    sent = {
-        "globals": parts.describe(plain, "the packs' global variables"),
-        "objects": [
-            [name, parts.describe(objects[name], short(name), of_pack=True)] for name in objects.keys() & unequal
-        ],
-    }
+    sent: dict[str, Any] = {"globals": parts.describe(plain, "the packs' global variables")}
+    others = objects.keys() & unequal
+    sent["objects"] = [[name, parts.describe(objects[name], short(name), of_pack=True)] for name in others]
     states = {name: state(value) for name, value in objects.items() if name not in unequal}
     homes = (pack_reference(home_of(one)) or "" for one in found)
     return sent, states, [pack for name in (*homes, *plain, *objects) for pack in packs_named(name)]
@@ -153,9 +150,8 @@ def check_latent(model: ModelPatcher, latent: Tensor) -> None:
     form = model.get_model_object("latent_format")
     dims = ("batch", "channels", *LATENT_DIMS[form.latent_dimensions])
     if latent.ndim != len(dims) or latent.shape[1] != form.latent_channels or not latent.numel():
-        raise Refused(
-            "latent.shape", shape=str(tuple(latent.shape)), dims=", ".join(dims), channels=form.latent_channels
-        )
+        shape, channels = str(tuple(latent.shape)), form.latent_channels
+        raise Refused("latent.shape", shape=shape, dims=", ".join(dims), channels=channels)
 
 
 def check_guider(guider: comfy.samplers.CFGGuider) -> tuple[str, dict[str, Any]]:
@@ -259,12 +255,11 @@ def check_token_patches(guider: comfy.samplers.CFGGuider, described: DescribedMo
     options, conds = guider.model_options, guider.conds
     inside = options.get("transformer_options", {})
     kinds = [kind for kind, functions in inside.get("patches", {}).items() if functions]
+    wrappers = wrappers_of(guider.model_patcher, options, WrappersMP.DIFFUSION_MODEL)
     present = {
         f"model patches ({', '.join(kinds)})": kinds,
         "replaced blocks": inside.get("patches_replace", {}).get("dit"),
-        "a wrapper around the network, such as a step cache": wrappers_of(
-            guider.model_patcher, options, WrappersMP.DIFFUSION_MODEL
-        ),
+        "a wrapper around the network, such as a step cache": wrappers,
         "context windows": options.get("context_handler"),
         "torch.compile": described.spec.compilation,
     }

@@ -37,7 +37,7 @@ AMPLIFIED = 10  # times what one unit in the last place does: an evaluation in p
 UNCLEAR = 0.1  # of the standard deviation: where one unit in the last place does so much, a difference shows nothing
 
 Prompt = dict[str, dict[str, Any]]
-SampleOneWay = Callable[[OuterSample], Tensor]
+OneWay = Callable[[OuterSample], Tensor]
 Callback = Callable[[int, Any, Any, int], None]
 
 
@@ -86,16 +86,13 @@ def expanded() -> io.NodeOutput:
     replaced = copied | {context.node_id}  # CP Plan, without comparing, for samplers that have its configuration
     prefix, made = f"{context.node_id}.{COPY}", time.time()
 
-    def copy_of(inputs: dict[str, Any]) -> dict[str, Any]:
-        return {
-            name: [prefix + value[0], value[1]] if is_link(value) and value[0] in replaced else value
-            for name, value in inputs.items()
-        }
-
-    # A copy has an input that no node knows, since ComfyUI's cache must not take it for the sampler.
-    graph = {
-        prefix + name: {**prompt[name], "inputs": {**copy_of(prompt[name]["inputs"]), COPY: made}} for name in copied
-    }
+    graph: Prompt = {}
+    for name in copied:
+        inputs = prompt[name]["inputs"]
+        links = {key: value for key, value in inputs.items() if is_link(value) and value[0] in replaced}
+        inputs = inputs | {key: [prefix + node, slot] for key, (node, slot) in links.items()}
+        # A copy has an input that no node knows, since ComfyUI's cache must not take it for the sampler.
+        graph[prefix + name] = {**prompt[name], "inputs": {**inputs, COPY: made}}
     own = get_progress_state().dynprompt.get_node(context.node_id)
     linked = {value[0] for one in graph.values() for value in one["inputs"].values() if is_link(value)}
     if prefix + context.node_id in linked:
@@ -162,19 +159,12 @@ def compared_sampler() -> str | None:
 
 
 def compared(
-    guider: CFGGuider,
-    call: OuterSample,
-    natively: SampleOneWay,
-    on_workers: SampleOneWay,
-    *,
-    steps: int,
-    dtype: torch.dtype,
-    approximate: bool,
+    guider: CFGGuider, call: OuterSample, natively: OneWay, on_workers: OneWay, steps: int, dtype: torch.dtype
 ) -> Tensor:
     """Samples the first steps on the workers and natively, notes how far apart they are, and returns the native latent.
     Both get the same noise, random numbers and guider."""
 
-    def sampled(run: SampleOneWay, callback: Callback | None = None, eps: float = 0.0) -> dict[str, Tensor]:
+    def sampled(run: OneWay, callback: Callback | None = None, eps: float = 0.0) -> dict[str, Tensor]:
         made: dict[str, Tensor] = {}
 
         def note(step: int, x0: Tensor, x: Tensor, total: int) -> None:
@@ -219,9 +209,7 @@ def _apart(made: dict[str, Tensor], native: dict[str, Tensor]) -> tuple[float, f
     found = []
     for name in made.keys() & native.keys():
         one, other = (each[name].detach().double().cpu() for each in (made, native))
-        if one.shape != other.shape or not (one.isfinite() & other.isfinite()).all():
-            found.append((math.inf, math.inf))
-        else:
-            difference = (one - other).abs() / (other.std().item() or 1.0)
-            found.append((difference.max().item(), difference.mean().item()))
+        same = one.shape == other.shape and (one.isfinite() & other.isfinite()).all()
+        difference = (one - other).abs() / (other.std().item() or 1.0) if same else torch.tensor(math.inf)
+        found.append((difference.max().item(), difference.mean().item()))
     return max(found)

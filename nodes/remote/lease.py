@@ -191,16 +191,9 @@ class Lease:
     def run(self, plan: RunPlan, job: Job, *, output: int | None = None, on_step: OnStep = lambda *_: None) -> Result:
         unrecordable = self.group.activity.unrecordable
         was_recordable = self.spec.unpatched not in unrecordable
+        watched: dict[str, Any] = {"on_step": on_step, "watch": check_interrupt}
         try:
-            return self.group.run(
-                self.spec,
-                plan.degrees,
-                job,
-                weight_placement=plan.weights,
-                output=output,
-                on_step=on_step,
-                watch=check_interrupt,
-            )
+            return self.group.run(self.spec, plan.degrees, job, weight_placement=plan.weights, output=output, **watched)
         except WorkerFailed as failed:
             log.error("[CP] rank %d:\n%s", failed.cause.rank, failed.traceback)
             recorded = was_recordable and self.spec.unpatched in unrecordable  # too much: that is not done again

@@ -179,10 +179,8 @@ class RemoteVAE:
         tiles, network = self.tiles, self._vae.first_stage_model
         parts = tiles.grid(network, method, tuple(x.shape)).count if tiles else max(x.shape[-2:]) // unit
         workers = min(len(placement.devices), parts)
-        what = "VAE decoded" if method == "decode" else "VAE encoded"
-        log.info(
-            "[CP] %s on %d worker(s) in %.2f s, loaded in %.2f s", what, workers, result.seconds, result.load_seconds
-        )
+        what, seconds = "VAE decoded" if method == "decode" else "VAE encoded", (result.seconds, result.load_seconds)
+        log.info("[CP] %s on %d worker(s) in %.2f s, loaded in %.2f s", what, workers, *seconds)
 
     def _check(self, method: VAEMethod, x: Tensor, unit: int) -> None:
         """Raises NotParallel for a changed VAE, and for tensors at which it fails, which would end the group."""
@@ -213,14 +211,13 @@ class RemoteVAE:
             tile = self.tiles.grid(vae.first_stage_model, method, shape).tile
             tile_bytes = int(estimate((*shape[:2], *tile), vae.vae_dtype))
             activations = [full_bytes, *[tile_bytes] * (len(placement.devices) - 1)]
-        other_machines = [0] * (placement.world_size - len(placement.devices))
+        world = placement.world_size
+        activations += [0] * (world - len(placement.devices))  # on other machines
         needed = Estimate(
-            weight_bytes_by_rank=(weight_bytes,) * placement.world_size,
-            activation_bytes_by_rank=(*activations, *other_machines),
-            buffer_bytes_by_rank=(0,) * placement.world_size,
-        )
-        degrees = Parallelism(ring_degree=placement.world_size)
-        return RunPlan(degrees=degrees, placement=placement, estimate=needed), shares
+            weight_bytes_by_rank=(weight_bytes,) * world, activation_bytes_by_rank=tuple(activations),
+            buffer_bytes_by_rank=(0,) * world,
+        )  # fmt: skip
+        return RunPlan(degrees=Parallelism(ring_degree=world), placement=placement, estimate=needed), shares
 
     def _shares_by_memory(self, lease: Lease, full_bytes: int, weight_bytes: int) -> list[int]:
         """Returns shares of the rows by each worker's memory; none where it suffices for equal shares."""

@@ -64,11 +64,9 @@ class Settings:
     @property
     def request(self) -> ParallelRequest:
         """Returns the request of a node without a cp_config."""
+        ring, ulysses = self.RingDegree, self.UlyssesDegree
         return ParallelRequest(
-            devices=self.Devices.strip(),
-            ring_degree=self.RingDegree,
-            ulysses_degree=self.UlyssesDegree,
-            pipeline_degree=0,
+            devices=self.Devices.strip(), ring_degree=ring, ulysses_degree=ulysses, pipeline_degree=0
         )
 
 
@@ -136,9 +134,8 @@ def _from_environment() -> dict[str, Any]:
         if text.isdecimal() and len(text) < 10 and int(text) <= MAX_DEGREE:
             values[name] = int(text)
         elif text:
-            log.warning(
-                "[CP] %s=%r is not a degree from 0 to %d; the saved setting is used", variable, text, MAX_DEGREE
-            )
+            words = "[CP] %s=%r is not a degree from 0 to %d; the saved setting is used"
+            log.warning(words, variable, text, MAX_DEGREE)
     if (level := os.environ.get("CP_LOG_LEVEL", "").strip().upper()) in LEVELS:
         values["LogLevel"] = level
     if devices := os.environ.get("CP_DEVICES", "").strip():
