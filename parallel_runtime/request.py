@@ -213,8 +213,7 @@ class ParallelRequest:
         is not of its widget's kind, options or limits; whether the request can run, planning/request_checks.py says."""
         if not isinstance(values, Mapping):
             raise Refused("config.object")
-        request: dict[str, Any] = {}
-        options: dict[str, Any] = {}
+        request, options = dict[str, Any](), dict[str, Any]()
         for widget in widgets():
             if widget.name in values:
                 (options if widget.of_engine else request)[widget.field] = _checked(widget, values[widget.name])

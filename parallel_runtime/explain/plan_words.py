@@ -127,10 +127,9 @@ def _fetching(plan: RunPlan, work: Work, estimate: Estimate) -> str:
 
 def _weights_of_each(plan: RunPlan, estimate: Estimate, blocks: int) -> str:
     """Lists each worker's weights at rest, and its number of resident blocks."""
-    each = []
-    for rank, (device, size) in enumerate(zip(plan.placement.device_names, estimate.weight_bytes_by_rank, strict=True)):
-        each.append(f"{device} {size_in_words(size)} ({plan.weights.resident_blocks_on(rank)}/{blocks})")
-    return ", ".join(each)
+    resident = [plan.weights.resident_blocks_on(rank) for rank in range(plan.placement.world_size)]
+    each = zip(plan.placement.device_names, estimate.weight_bytes_by_rank, resident, strict=True)
+    return ", ".join(f"{device} {size_in_words(size)} ({count}/{blocks})" for device, size, count in each)
 
 
 def _why_not_replicated(plan: RunPlan, work: Work, capacity: Capacity) -> str:
@@ -250,23 +249,18 @@ PICTURES = Decoding(flops=6.06e8, halo_bytes=6.4e4, exchanges=64, kernels=1100, 
 COUNTED: dict[tuple[str, int], Decoding] = {  # by class and the dims of a latent
     (f"{KL}({DIFFUSION}.Encoder, {DIFFUSION}.Decoder)", 4): PICTURES,
     (f"{ENGINE}({DIFFUSION}.Encoder, {DIFFUSION}.Decoder)", 4): PICTURES,
-    (f"{KL}({DIFFUSION}.Encoder, {DIFFUSION}.Decoder)", 5): Decoding(
-        flops=4.23e9, halo_bytes=1.41e5, exchanges=28, kernels=570, width=512, over_time=True
-    ),
-    (f"{ENGINE}({HUNYUAN}.vae_refiner.Encoder, {HUNYUAN}.vae_refiner.Decoder)", 5): Decoding(
-        flops=2.50e10, halo_bytes=4.15e5, exchanges=18, kernels=280, width=1024
-    ),
-    (f"{WAN}.WanVAE({WAN}.Encoder3d, {WAN}.Decoder3d)", 5): Decoding(
-        flops=2.07e9, halo_bytes=2.27e5, exchanges=41, kernels=790, width=384
-    ),
-    (f"{WAN_22}.WanVAE({WAN_22}.Encoder3d, {WAN_22}.Decoder3d)", 5): Decoding(
-        flops=1.83e10, halo_bytes=5.87e5, exchanges=33, kernels=710, width=1024
-    ),
-    (f"{LTX}.VideoVAE({LTX}.Encoder, {LTX}.Decoder)", 5): Decoding(
-        flops=9.80e9, halo_bytes=3.8e5, exchanges=15, kernels=300
-    ),
+    (f"{KL}({DIFFUSION}.Encoder, {DIFFUSION}.Decoder)", 5):
+        Decoding(flops=4.23e9, halo_bytes=1.41e5, exchanges=28, kernels=570, width=512, over_time=True),
+    (f"{ENGINE}({HUNYUAN}.vae_refiner.Encoder, {HUNYUAN}.vae_refiner.Decoder)", 5):
+        Decoding(flops=2.50e10, halo_bytes=4.15e5, exchanges=18, kernels=280, width=1024),
+    (f"{WAN}.WanVAE({WAN}.Encoder3d, {WAN}.Decoder3d)", 5):
+        Decoding(flops=2.07e9, halo_bytes=2.27e5, exchanges=41, kernels=790, width=384),
+    (f"{WAN_22}.WanVAE({WAN_22}.Encoder3d, {WAN_22}.Decoder3d)", 5):
+        Decoding(flops=1.83e10, halo_bytes=5.87e5, exchanges=33, kernels=710, width=1024),
+    (f"{LTX}.VideoVAE({LTX}.Encoder, {LTX}.Decoder)", 5):
+        Decoding(flops=9.80e9, halo_bytes=3.8e5, exchanges=15, kernels=300),
     (MINIMAX_H3, 5): Decoding(flops=4.86e9, halo_bytes=6144, exchanges=1, kernels=900, width=36 * 2048),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -181,20 +181,15 @@ def installed() -> list[str]:
 def prepare_imports() -> None:
     """Imports of ComfyUI what packs take for granted."""
     _stand_in_for_server()
-    importlib.import_module(
-        "comfy_extras.nodes_post_processing"
-    )  # nodes_latent imports it, and it that: not to be first
+    # nodes_latent imports it, and it that: nodes_latent must not be first.
+    importlib.import_module("comfy_extras.nodes_post_processing")
 
 
 def _import(pack: str, name: str, file: str) -> None:
     prepare_imports()
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None
-    assert spec.loader is not None
-    sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         with torch.inference_mode(False):  # as in ComfyUI, when it starts
-            spec.loader.exec_module(sys.modules[name])
+            _import_file(file, name)
     except BaseException as error:  # anybody's code, which may even want to exit
         for module in [module for module in sys.modules if module == name or module.startswith(f"{name}.")]:
             del sys.modules[module]
@@ -208,9 +203,8 @@ def _stand_in_for_server() -> None:
     from aiohttp import web
 
     if getattr(server.PromptServer, "instance", None) is None:
-        server.PromptServer.instance = _Nothing(
-            routes=web.RouteTableDef(), client_id=None, last_node_id=None, sockets={}
-        )
+        known: dict[str, Any] = {"routes": web.RouteTableDef(), "client_id": None, "last_node_id": None, "sockets": {}}
+        server.PromptServer.instance = _Nothing(**known)
 
 
 class _Nothing:

@@ -42,10 +42,8 @@ def exactly(*types: type) -> Callable[[Any], bool]:
 
 
 def _is_loaded(value: Any) -> bool:
-    return (
-        isinstance(value, ModelPatcher | BaseModel | ControlBase | Gligen | VAE)
-        or qualified_name(value) == HYPERNETWORK
-    )
+    loaded = isinstance(value, ModelPatcher | BaseModel | ControlBase | Gligen | VAE)
+    return loaded or qualified_name(value) == HYPERNETWORK
 
 
 def _describe_loaded(value: Any, to: Parts) -> Node:

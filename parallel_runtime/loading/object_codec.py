@@ -83,9 +83,8 @@ class Describer:
 
     def described(self, values: dict[Any, Any]) -> Described:
         """Returns what this describer has made of several values, in this order, as one dict."""
-        return Described(
-            {"kind": "dict", "type": "dict", "items": [[name, node] for name, node in values.items()]}, self.tensors
-        )
+        items = [[name, node] for name, node in values.items()]
+        return Described({"kind": "dict", "type": "dict", "items": items}, self.tensors)
 
     def node(self, value: Any, of: Parts) -> Any:
         """Describes one part of a value."""

@@ -107,13 +107,9 @@ def _layout(tree: Any, tensors: dict[str, Tensor]) -> tuple[bytes, dict[str, int
     entries: dict[str, Any] = {"__metadata__": {"tree": json.dumps(tree)}}
     position = 0
     for name, tensor in tensors.items():
-        size = tensor.numel() * tensor.element_size()
-        entries[name] = {
-            "dtype": DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [position, position + size],
-        }
-        position += size
+        place = [position, position + tensor.numel() * tensor.element_size()]
+        entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
+        position = place[1]
     body = json.dumps(entries).encode()
     body += b" " * (-(len(body) + 8) % 64)
     start = 8 + len(body)
