@@ -35,7 +35,6 @@ from ...parallel_runtime.planning.network_stats import blocks_of_rank
 from ...parallel_runtime.planning.work_shares import work_percent
 from ...parallel_runtime.request import ParallelRequest
 from ...parallel_runtime.specs import Parallelism
-from ...parallel_runtime.wire.messages import SHOWN
 from ..describe.host import comfy_setup, gpus_json, plan_without_model, refusal_json, visible_gpus
 from .settings import PACKAGES, refresh
 
@@ -132,15 +131,13 @@ def _publish() -> None:
 def _rank_json(rank: RankStatus, degrees: Parallelism | None) -> dict[str, Any]:
     readings = rank.readings
     weights = readings.weights if readings else ()
-    shown = {name: getattr(readings, name, None) for name in SHOWN}
     return {
         "rank": rank.rank,
         "device": rank.device,
         "machine": rank.machine,
         "loaded": rank.loaded,
         "blocks": blocks_of_rank(degrees, rank.rank) if degrees else None,
-        **shown,
-        "step_seconds": shown["step_seconds"] or None,  # 0 before the first step
+        **rank.shown,
         "weights": [{name: getattr(model, name) for name in WEIGHT_FIELDS} for model in weights],
         "graphs": asdict(readings.graphs) if readings else None,
     }
