@@ -198,8 +198,8 @@ class Constants(TorchFunctionMode):
         return self._send(func(*args, **{**kwargs, "device": "cpu"}), device)
 
     def _index(self, index: Any, device: Any) -> Any:
-        """Returns the index with its CPU tensors on `device`. A mask stays, since its size would come from the device;
-        so does a single number, which PyTorch reads on the CPU."""
+        """Returns the index with its CPU tensors on `device`."""
+        # A mask stays: its size would come from the device. So does a single number, which PyTorch reads on the CPU.
         if isinstance(index, tuple):
             return tuple(self._index(each, device) for each in index)
         if isinstance(index, list) and index and all(type(each) is int for each in index):
@@ -253,8 +253,7 @@ def recorder_for(device: torch.device) -> Recorder | None:
 
 
 def compile_blocks(blocks: Iterable[nn.Module], compilation: Compilation) -> Callable[[], None]:
-    """Compiles the forward of each block, or what ComfyUI's `forward` calls between wrappers; returns a function that
-    makes them eager again."""
+    """Compiles each block's forward, or what ComfyUI's `forward` calls between wrappers; returns what undoes that."""
     torch.compiler.reset()  # earlier graphs may be of the same code with other splits
     compiled = [(block, "_forward" if hasattr(block, "_forward") else "forward") for block in blocks]
     # Not the modules: their hooks would become part of the graph, and ours note what they split in objects that a graph

@@ -276,9 +276,10 @@ class GraphRunner:
         return self._trials[key]
 
     def _timed(self, trial: _Trial, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Runs and times an eager evaluation. The last one decides, and begins on an idle device: a forward that waits
-        for the device, to copy a constant, would also wait for the evaluation before."""
+        """Runs and times an eager evaluation."""
         begun = self._now()
+        # The last one decides, and begins on an idle device: a forward that waits for the device, to copy a constant,
+        # would also wait for the evaluation before.
         if trial.evaluations == self._warmup_evaluations - 1:
             begun.synchronize()
             self.before_timing()

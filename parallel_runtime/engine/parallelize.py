@@ -207,13 +207,11 @@ class _TokenDivision(ExitStack):
             kwargs[_OPTIONS] = options
         if control := kwargs.get("control"):
             kinds = {kind for kind, residuals in control.items() if residuals}
+            # The network adds other kinds where the plan has full tokens.
             self.streams.full_between_blocks |= bool(kinds - set(self._plan.residuals))
             main, tokens = self._plan.main_stream, self._residual_tokens
-            kwargs["control"] = {
-                kind: Residuals(residuals, self.streams, main, tokens)
-                for kind, residuals in control.items()
-                if residuals is not None
-            }
+            given = ((kind, residuals) for kind, residuals in control.items() if residuals is not None)
+            kwargs["control"] = {kind: Residuals(each, self.streams, main, tokens) for kind, each in given}
         if self.streams.pipefusion is not None and (self.streams.full_between_blocks or self.streams.has_block_patches):
             raise Refused("patches.nodes", widget="patches")
         return args, kwargs

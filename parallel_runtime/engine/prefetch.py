@@ -199,6 +199,7 @@ class BlockPrefetcher:
         if entry.buffer == LAYER_BUFFER:
             return
         self._ran.setdefault(entry)
+        # Into the other buffer, while this block computes.
         if (following := self._following.get(entry)) is not None:
             self._buffers.fetch(following, self.source)
 

@@ -133,6 +133,7 @@ class Stages(ExitStack):
             with nullcontext() if self.pipefusion is None else self.pipefusion.in_flight():
                 yield
         except Refused as error:
+            # Else other stages would wait for what this one refuses to compute.
             self.channel.send_end()
             refused = error
         finally:
@@ -212,8 +213,9 @@ class Stages(ExitStack):
                 setattr(tensor, STAGE_ATTRIBUTE, owner)
 
     def _end(self, _: nn.Module, __: Any, output: Any) -> Any:
-        """Shares the output of the stage whose block ran last. Torch calls this too where the forward or a later hook
-        raised, and handles that exception meanwhile; one handled since before the forward is the caller's."""
+        """Shares the output of the stage whose block ran last."""
+        # Torch calls this too where the forward or a later hook raised, and handles that exception meanwhile; one
+        # handled since before the forward is the caller's.
         raised, self._outer_exception = sys.exc_info()[1] is not self._outer_exception, None
         if self._output_shared:
             return output

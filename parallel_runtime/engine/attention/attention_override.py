@@ -91,18 +91,9 @@ class BackendOverride:
         self._op_id = register(self._graph_function)
 
     def __call__(
-        self,
-        func: Attention,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        heads: int,
-        mask: Tensor | None = None,
-        attn_precision: Any = None,
-        skip_reshape: bool = False,
-        skip_output_reshape: bool = False,
-        **options: Any,
-    ) -> Tensor:
+        self, func: Attention, q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Tensor | None = None,
+        attn_precision: Any = None, skip_reshape: bool = False, skip_output_reshape: bool = False, **options: Any,
+    ) -> Tensor:  # fmt: skip
         if attn_precision is not None:
             options["attn_precision"] = attn_precision
         if self.preferred and self.previous is None:

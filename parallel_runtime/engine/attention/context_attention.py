@@ -197,6 +197,7 @@ class ContextAttention:
             return self._attend_ring(layout, scale, query, key, value, mask)
         own_mask = None if mask is None else mask.block(0, key.shape[1])
         backend = self._kernel(query, layout, None if mask is None else mask.kind)
+        # Not before the kernel is chosen: ranks do that together, those without queries too.
         if query.numel() == 0:
             return allocate(query.shape, query)
         key, value = dispatch.contiguous_by_head(key), dispatch.contiguous_by_head(value)

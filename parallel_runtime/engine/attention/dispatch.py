@@ -47,14 +47,9 @@ def register(attend: Attend) -> int:
 
 @torch.library.custom_op("context_parallel::attend", mutates_args=(), tags=_TAGS)
 def attend_op(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scale: float | None,
-    op_id: int,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, op_id: int,
     extra: Sequence[int],
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Calls the attention function with this id; it is given the numbers `extra` too."""
     return _REGISTERED[op_id](query, key, value, mask, scale, *extra).contiguous()
 
@@ -300,8 +295,8 @@ def _is_for(name: str, query: Tensor, requested: bool) -> bool:
 
 
 def _is_accurate(name: str, kind: AttentionKind, device: torch.device, requested: bool) -> bool:
-    """Compares some rows of a small attention, and their log-sum-exp for a ring, with float32: some versions of some
-    kernels compute something else, or have nothing for a kind of call."""
+    """Compares some rows of a small attention, and their log-sum-exp for a ring, with float32."""
+    # Some versions of some kernels compute something else, or have nothing for a kind of call.
     kernel, (q, k, v, mask) = FUNCTIONS[name], _random_inputs(kind, device)
     try:
         if kernel.unsupported_reason(q, k, v, mask, with_lse=kind.blocks):

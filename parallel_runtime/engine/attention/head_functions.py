@@ -114,6 +114,7 @@ class HeadAttention:
         attention = self._attention(spec.streams or self._streams.call_streams)
         q, k, v = (by_heads(x, size, spec.heads_first and four) for x in (query, key, value))
         out = attention(q, k, v)
+        # A rank without heads has called nothing yet, and has to know the shape that the function returns.
         if not own:
             streams = attention.query_streams, attention.key_streams, attention.key_streams
             call(*(query.new_zeros(len(q), self._streams.total(names), 1, size) for names in streams))

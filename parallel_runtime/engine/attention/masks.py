@@ -57,8 +57,8 @@ class Mask:
         return self._cached("fully masked", find)
 
     def hides(self, start: int, size: int) -> bool:
-        """Returns whether it is known that no query sees these keys. Only masks on the CPU are checked: on a GPU a
-        fully hidden block merges with weight 0 anyway, and to look would wait for the device."""
+        """Returns whether it is known that no query sees these keys."""
+        # On a GPU a fully hidden block merges with weight 0 anyway, and to look would wait for the device.
         if self.pairs.device.type != "cpu" or self.pairs.dtype != torch.bool:
             return False
         return self._cached(("hides", start, size), lambda: not self.pairs[..., start : start + size].any().item())
@@ -111,8 +111,9 @@ def gather_key_mask(mask: Tensor, batch: int, heads: int, streams: Streams, name
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns `mask` as a finite bias: a huge negative number for -inf, so that a block whose keys are all masked has a
-    log-sum-exp that vanishes in the merge. With -inf itself kernels return 0 there, or NaN."""
+    """Returns `mask` as a finite bias, with a huge negative number for -inf."""
+    # So that a block whose keys are all masked has a log-sum-exp that vanishes in the merge. With -inf itself kernels
+    # return 0 there, or NaN.
     floor = torch.finfo(dtype).min / 2
     if mask.dtype == torch.bool:
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, floor)

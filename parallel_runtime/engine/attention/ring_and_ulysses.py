@@ -94,6 +94,7 @@ def exchange(
     else:
         blocks = rotate((key, value), key_counts, mesh_dim, streams)
     for number, (owners, (key, value)) in enumerate(blocks):
+        # This rank's own block has not travelled, and is exact.
         if number == 0:
             yield owners, block
         elif options.sends_float8:
@@ -111,6 +112,7 @@ def rotate(
     next layer's messages get the same memory, unless they are large.
     """
     slots = _slots(block[0], key_counts, mesh_dim, streams)
+    # A copy, to be sent: attention reads the local block from its original memory.
     torch.cat(block, out=slots[0][1].flatten(0, 1))
     for step, (owner, packed, received) in enumerate(slots):
         pending = collectives.ring_send_recv(packed, slots[step + 1][1], mesh_dim) if step + 1 < mesh_dim.size else None
@@ -120,10 +122,7 @@ def rotate(
 
 
 def _slots(key: Tensor, key_counts: Sequence[int], mesh_dim: MeshDim, streams: Streams | None) -> list[Slot]:
-    """Returns the slot of each block in turn, the local one first; they alternate between two of the largest size.
-
-    The local block is copied there to be sent; attention reads it from its original memory.
-    """
+    """Returns the slot of each block in turn, the local one first; they alternate between two of the largest size."""
     batch, _, heads, dim = key.shape
     shapes = [(2, batch, count, heads, dim) for count in key_counts]
     largest = max(map(prod, shapes))
@@ -256,17 +255,11 @@ class HeadChunk:
 
 
 def head_chunks(
-    mesh: ContextMesh,
-    query: Tensor,
-    heads: tuple[int, int],
-    tokens_by_rank: TokensByRank,
-    same_tokens: bool,
-    max_chunks: int = MAX_HEAD_CHUNKS,
-    added: int = 0,
-) -> tuple[HeadChunk, ...]:
+    mesh: ContextMesh, query: Tensor, heads: tuple[int, int], tokens_by_rank: TokensByRank, same_tokens: bool,
+    max_chunks: int = MAX_HEAD_CHUNKS, added: int = 0,
+) -> tuple[HeadChunk, ...]:  # fmt: skip
     """Returns the head chunks, at most `max_chunks`, of queries [B, tokens, H, D] with `heads` heads, its own and the
-    keys'; `same_tokens`: both are of the same tokens; D and `added` elements travel. Returns () without Ulysses
-    ranks."""
+    keys'; `same_tokens`: both are of the same tokens; D and `added` elements travel. () without Ulysses ranks."""
     mesh_dim, first = mesh.ulysses, mesh.ring.index * mesh.ulysses.size
     if mesh_dim.size == 1:
         return ()

@@ -41,8 +41,8 @@ def allocate(shape: Sequence[int], like: Tensor, device: torch.device | None = N
 
 
 def allocate_scratch(shape: Sequence[int], like: Tensor) -> Tensor:
-    """Returns zeros of the dtype and device of `like`, for buffers that many layers reuse. Zeros, because a test group
-    that delivers nothing would otherwise time kernels on subnormal numbers."""
+    """Returns zeros of the dtype and device of `like`, for buffers that many layers reuse."""
+    # A test group that delivers nothing would otherwise time kernels on subnormal numbers.
     return zeros(tuple(shape), dtype=like.dtype, device=like.device)
 
 
@@ -122,6 +122,7 @@ def _all_gather_p2p(
     if mesh_dim.index in buffers:
         buffers[mesh_dim.index].copy_(to_send)
     operations = [_p2p(dist.isend, to_send, peer, mesh_dim) for peer in others]
+    # In the order in which they send to this rank: the one before it does so first.
     operations += [_p2p(dist.irecv, buffers[peer], peer, mesh_dim) for peer in reversed(others)]
     return Pending(_start(operations), [buffer], [output], mesh_dim.group_state)
 
@@ -241,9 +242,10 @@ def shared_input_scales(network: nn.Module, context: MeshDim) -> Iterator[None]:
     """Within this context every nvfp4 layer without an `input_scale` quantises by the largest input of all `context`
     ranks.
 
-    All ranks must call such a layer equally often, even without tokens. A layer that one rank's GPU cannot multiply in
-    nvfp4 runs in full precision on all ranks, which would otherwise wait for that rank's input.
+    All ranks must call such a layer equally often, even without tokens.
     """
+    # One that a rank's GPU cannot multiply in nvfp4 runs in full precision on all ranks, which would otherwise wait for
+    # that rank's input.
     modules = network.modules() if context.size > 1 else ()
     layers: list[Any] = [layer for layer in modules if getattr(layer, "layout_type", None) == _NVFP4_LAYOUT]
     flags = [layer._full_precision_mm for layer in layers]

@@ -132,6 +132,7 @@ def build_mesh(
         )
     device = device or torch.device("cpu")
     comm_device = comm_device_of(device)
+    # A dim of one rank gets no group: each communicator takes memory of a GPU.
     sizes = {name: size for name, size in zip(MESH_DIMS, parallelism.mesh_shape, strict=True) if size > 1}
     mesh = init_device_mesh((comm_device or device).type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     mesh_dims = {name: mesh_dim_of(mesh[name].get_group(), comm_device, single_rank.group_state) for name in sizes}

@@ -36,8 +36,8 @@ RENDEZVOUS = "cp-store"  # as in group/torchrun.py
 
 
 def store_at(place: str, prefix: str) -> Store:
-    """Returns the store at `place`: a private file on one machine, so that no port is opened; host:port on several
-    machines. `prefix` is that of the keys."""
+    """Returns the store at `place`, a file, or host:port on several machines. `prefix` is that of the keys."""
+    # A private file, so that one machine opens no port.
     if os.path.isabs(place):
         return PrefixStore(prefix, FileStore(place))
     host, _, port = place.rpartition(":")
@@ -109,13 +109,9 @@ def join(device: torch.device, store: str, *, through_main_memory: bool) -> None
         through_main_memory = False
     backend = "cpu:gloo" if through_main_memory else distributed_backends(device.type)
     dist.init_process_group(
-        backend,
-        store=store_at(store, "ranks"),
-        rank=rank(),
-        world_size=world_size(),
-        timeout=COLLECTIVE_TIMEOUT,
+        backend, store=store_at(store, "ranks"), rank=rank(), world_size=world_size(), timeout=COLLECTIVE_TIMEOUT,
         device_id=device if device.type in backend and device.type != "cpu" else None,
-    )
+    )  # fmt: skip
 
 
 def device_kind(device: torch.device) -> str:

@@ -184,16 +184,9 @@ META = torch.device("meta")
 
 
 def run_tiles(
-    model: Any,
-    tiles: Tiles,
-    method: VAEMethod,
-    x: Tensor,
-    ranks: MeshDim,
-    device: torch.device,
-    *,
-    place: Tensor | None = None,
-    tick: Callable[[], None] = lambda: None,
-) -> Tensor:
+    model: Any, tiles: Tiles, method: VAEMethod, x: Tensor, ranks: MeshDim, device: torch.device, *,
+    place: Tensor | None = None, tick: Callable[[], None] = lambda: None,
+) -> Tensor:  # fmt: skip
     """Returns `model.decode(x)` or `model.encode(x)` on rank 0, in `place` where there is one; a tensor without values
     on other ranks. `tick` is called before each tile, on every rank. Collective."""
     compute, owners = getattr(model, getattr(tiles, method)), _owners(ranks.shares or (1,) * ranks.size)

@@ -29,16 +29,9 @@ FIELDS: dict[str, Function] = {"randn_like": torch.randn, "rand_like": torch.ran
 
 
 def convolution(
-    share: Share,
-    func: Function,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Size = 1,
-    padding: Any = 0,
-    dilation: Size = 1,
-    groups: int = 1,
-) -> Tensor:
+    share: Share, func: Function, x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Size = 1,
+    padding: Any = 0, dilation: Size = 1, groups: int = 1,
+) -> Tensor:  # fmt: skip
     """Computes torch.nn.functional.conv2d or conv3d."""
     dims = weight.ndim - 2
     if isinstance(padding, str):
@@ -79,16 +72,9 @@ def _check_level(share: Share, y: Tensor, x: Tensor, weight: Tensor, stride: Siz
 
 
 def cudnn_convolution(
-    share: Share,
-    func: Function,
-    x: Tensor,
-    weight: Tensor,
-    padding: Size,
-    stride: Size,
-    dilation: Size,
-    groups: int,
+    share: Share, func: Function, x: Tensor, weight: Tensor, padding: Size, stride: Size, dilation: Size, groups: int,
     **flags: Any,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Computes torch.cudnn_convolution, which ComfyUI calls for 3D convolutions on some versions of cuDNN."""
 
     def plain(
@@ -100,17 +86,9 @@ def cudnn_convolution(
 
 
 def transposed(
-    share: Share,
-    func: Function,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Size = 1,
-    padding: Size = 0,
-    output_padding: Size = 0,
-    groups: int = 1,
-    dilation: Size = 1,
-) -> Tensor:
+    share: Share, func: Function, x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Size = 1,
+    padding: Size = 0, output_padding: Size = 0, groups: int = 1, dilation: Size = 1,
+) -> Tensor:  # fmt: skip
     """Computes torch.nn.functional.conv_transpose2d or 3d, where no output row comes from two input rows."""
     dims = weight.ndim - 2
     steps, pads, more, dilated = (_per_dim(s, dims)[share.dim] for s in (stride, padding, output_padding, dilation))
@@ -168,14 +146,9 @@ def pad(
 
 
 def group_norm(
-    share: Share,
-    func: Function,
-    x: Tensor,
-    num_groups: int,
-    weight: Given = None,
-    bias: Given = None,
+    share: Share, func: Function, x: Tensor, num_groups: int, weight: Given = None, bias: Given = None,
     eps: float = 1e-5,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Computes torch.nn.functional.group_norm with the statistics of all ranks, in float32 whatever `x` is in."""
     weights = share.weights(x)
     local = _moments(x, num_groups)
@@ -184,14 +157,9 @@ def group_norm(
 
 
 def group_norm_with_edges(
-    share: Share,
-    func: Function,
-    x: Tensor,
-    num_groups: int,
-    weight: Given = None,
-    bias: Given = None,
+    share: Share, func: Function, x: Tensor, num_groups: int, weight: Given = None, bias: Given = None,
     eps: float = 1e-5,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Computes group_norm with one more row at each side for the convolution that follows: the neighbours', or a copy
     of this rank's at an outer edge. They travel with the statistics, in one message."""
     weights, dim, local = share.weights(x), share.dim, _moments(x, num_groups)
@@ -219,10 +187,7 @@ def _normalize(x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor |
 
 
 def _moments(x: Tensor, num_groups: int) -> Tensor:
-    """Returns [2, batch, groups]: mean and variance, in float32 at least.
-
-    A half precision `x` is taken in pieces of whole rows: a copy of all of it in float32 would be twice its size.
-    """
+    """Returns [2, batch, groups]: mean and variance, in float32 at least."""
     if x.device.type == "cpu" and x.dtype in WIDE:  # where torch's var_mean takes ten times as long
         x = x.reshape(x.shape[0], num_groups, -1)
         mean = x.mean(2)
@@ -231,6 +196,7 @@ def _moments(x: Tensor, num_groups: int) -> Tensor:
     if x.dtype in WIDE:
         variance, mean = torch.var_mean(x, (2, 3), correction=0)
         return torch.stack([mean, variance])
+    # In pieces of whole rows: a copy of all of it in float32 would be twice its size.
     rows = x.reshape(-1, x.shape[3])
     pieces = rows.split(max(1, PIECE_ELEMENTS // x.shape[3]))
     of_each = [torch.stack(torch.var_mean(piece.float(), 1, correction=0)) for piece in pieces]
@@ -259,11 +225,8 @@ def norm(
 
 
 def attend(share: Share, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attends with one head over all pixels; inputs and result are [B, C, (T,) rows, columns] of this rank. Collective.
-
-    Keys and values go round in a ring. No rank ever has all of them, which in a large video would set the peak memory,
-    and no kernel depends on free memory.
-    """
+    """Attends with one head over all pixels; takes and returns [B, C, (T,) rows, columns] of this rank. Collective."""
+    # In a ring no rank ever has all keys and values, which in a large video would set the peak memory.
     rows = share.rows_of(query, "attention")
     sizes = [key[0, 0].numel() // rows[share.index] * rows_of_rank for rows_of_rank in rows]
     merge = Merge(in_float32=True)
@@ -279,15 +242,9 @@ def _one_head(x: Tensor) -> Tensor:
 
 
 def interpolate(
-    share: Share,
-    func: Function,
-    x: Tensor,
-    size: Any = None,
-    scale_factor: Any = None,
-    mode: str = "nearest",
-    *args: Any,
-    **kwargs: Any,
-) -> Tensor:
+    share: Share, func: Function, x: Tensor, size: Any = None, scale_factor: Any = None, mode: str = "nearest",
+    *args: Any, **kwargs: Any,
+) -> Tensor:  # fmt: skip
     y = func(x, size, scale_factor, mode, *args, **kwargs)
     before, after = x.shape[share.dim], y.shape[share.dim]
     smooth, uneven = not mode.startswith("nearest"), before % after and after % before
@@ -297,15 +254,9 @@ def interpolate(
 
 
 def pool(
-    share: Share,
-    func: Function,
-    x: Tensor,
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    *args: Any,
+    share: Share, func: Function, x: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, *args: Any,
     **kwargs: Any,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     sizes = (kernel_size, stride or kernel_size, padding)
     width, step, pad = (size if isinstance(size, int) else size[share.dim] for size in sizes)
     y = func(x, kernel_size, stride, padding, *args, **kwargs)

@@ -95,6 +95,7 @@ def fetch_neighbour_rows(share: Share, x: Tensor, before: int, after: int) -> Ne
             receive[peer][share.dim] = received_rows
     if not send and not receive:
         return lambda: (None, None)
+    # Every rank has the whole latent: its rows need not travel.
     if (full := share.full_of(x)) is not None:
         first = sum(share.rows_of(x, "rows")[: share.index])
         ranges = {share.index - 1: (first - before, before), share.index + 1: (first + rows, after)}

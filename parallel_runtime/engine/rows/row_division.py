@@ -87,6 +87,7 @@ class RowDivision(ExitStack):
         options = dict(arguments.get("transformer_options") or {})
         is_full = any(arguments.get(name) is not None for name in self._plan.refused_split)
         if not is_full and (levels := self.levels_of(x.shape)) is not None:
+            # A patch may draw noise before it makes a picture of no level: then all is computed again, in full.
             is_patched = options.get("patches") or options.get("patches_replace")
             before = random_states(x.device) if is_patched else None
             with self._dividing(levels, options.get(OVERRIDE)):

@@ -84,16 +84,9 @@ def _sum(sizes: tuple[int, ...], ranks: MeshDim, first: Tensor, second: Tensor) 
 
 
 def _convolution(
-    sizes: tuple[int, ...],
-    ranks: MeshDim,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> Tensor:
+    sizes: tuple[int, ...], ranks: MeshDim, x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1,
+    padding: Any = 0, dilation: Any = 1, groups: int = 1,
+) -> Tensor:  # fmt: skip
     """Computes torch.nn.functional.conv1d of [batch, channels, local tokens] with the tokens next to them."""
     shape = [value if isinstance(value, int) else next(iter(value)) for value in (stride, padding, dilation)]
     if shape != [1, 1, 1] or weight.shape[2] != 3:
@@ -221,10 +214,8 @@ def _argument_specs(
         elif open_ended:
             yield name, None, spec
         else:
-            raise ValueError(
-                f"the plan names argument {name!r} of {plan.name} ({type(module).__name__}), whose forward takes "
-                f"{', '.join(parameters)}"
-            )
+            kind, takes = type(module).__name__, ", ".join(parameters)
+            raise ValueError(f"the plan names argument {name!r} of {plan.name} ({kind}), whose forward takes {takes}")
 
 
 def add_hooks(block: Block, splitter: Splitter) -> list[RemovableHandle]:

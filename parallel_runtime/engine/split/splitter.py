@@ -242,6 +242,7 @@ class Splitter(Streams):
             if (tokens := tokens_shape.numel()) != total:
                 expected = f"{total} (whole) or {self.local_count(streams)} (this rank's)"
                 raise _wrong_length(where, tokens, streams, expected)
+            # One of all ranks may not know whether its tokens are all or its part: then every rank splits and gathers.
             if not self.any_rank_has_all(streams):
                 return value
             flattened = value.reshape(*value.shape[:dim], total, *(1,) * (flat - 1), *value.shape[dim + flat :])
