@@ -40,11 +40,9 @@ def payload(bundle: int | None) -> int:
 
 def check_files(files: Sequence[SourceFile]) -> None:
     """Raises Refused for the first file that has changed since it was described, or, on another machine than
-    ComfyUI's, is missing or another file than there. Collective where there are several machines.
-
-    Machines compare samples of the weights: files of one architecture may have equal names and sizes. Times may differ.
-    """
+    ComfyUI's, is missing or another file than there. Collective where there are several machines."""
     several = machine_count() > 1
+    # By samples of the weights: files of one architecture may have equal names and sizes. Times may differ.
     found = [file_fingerprint(file.path) if several and os.path.isfile(file.path) else "" for file in files]
     # All of them before a refusal: one that refused would leave the other ranks waiting in the next comparison.
     differing = [differing_ranks(each) if several else [] for each in found]
@@ -63,8 +61,9 @@ HEAD_SIZE = 128
 
 
 def check_links(device: torch.device) -> None:
-    """Compares what arrives from the previous rank of a ring, and from all ranks in an all-to-all, with what they sent:
-    a broken P2P would make wrong pictures without a word. Collective. Raises ParallelError."""
+    """Compares what arrives from the previous rank of a ring, and from all ranks in an all-to-all, with what they sent.
+    Collective. Raises ParallelError."""
+    # A broken P2P would make wrong pictures without a word.
     if world_size() == 1:
         return
     assert dist.group.WORLD is not None

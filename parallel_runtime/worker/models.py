@@ -196,6 +196,7 @@ class Models:
         """Returns the model that `request` names for `job`, split and placed as it says; redoes only what differs."""
         spec, parallelism = request.model, request.parallelism
         if spec.unpatched not in self._models:
+            # A rank that alone has another file, or no memory for it, would leave the others waiting.
             with refuse_on_all_ranks():
                 check_files(spec.all_files)
             with refuse_on_all_ranks():
@@ -242,6 +243,7 @@ class Models:
             model.cond_arguments.clear()
             if after != "keep":
                 model.offload()
+        # The last reference: only without it can the weights' memory be freed.
         del model
         self._free_unused()
 

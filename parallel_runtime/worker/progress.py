@@ -43,13 +43,9 @@ class Progress:
     communication, and whether the ranks' devices are of several kinds, whose latents have to be compared."""
 
     def __init__(
-        self,
-        channel: Channel,
-        job: int,
-        readings: Callable[[], Readings],
-        group_state: GroupState,
+        self, channel: Channel, job: int, readings: Callable[[], Readings], group_state: GroupState,
         now: EventFactory = HostEvent,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._channel = channel
         self._job = job
         self._readings = readings

@@ -75,8 +75,8 @@ class StepCache:
             self._branch = None
 
     def begin_prediction(self) -> None:
-        """Drops branches that the last prediction did not evaluate, since windows over a video may move in every step.
-        Call it before each prediction of the sampler."""
+        """Drops branches that the last prediction did not evaluate. Call it before each prediction of the sampler."""
+        # Windows over a video may move in every step.
         self._earlier, self._branches = self._branches, {}
 
     @contextmanager

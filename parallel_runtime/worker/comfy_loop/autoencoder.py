@@ -101,8 +101,8 @@ def noted_vaes() -> Iterator[list[comfy.sd.VAE]]:
 
 
 def made_divisible(model: nn.Module) -> nn.Module:
-    """Sets a limit too high for the model to slice by each rank's bytes, few as they are: without any SeedVR2 would
-    keep more than it needs between chunks of time. Modules that attend along time only run as they are."""
+    """Has the model slice by no rank's bytes, and modules that attend along time only run as they are."""
+    # A limit too high to slice by: without any SeedVR2 would keep more than it needs between chunks of time.
     compared = COMPARED[kind_of(model)]
     if compared.limits:
         getattr(model, compared.limits)(NO_LIMIT_GIB, NO_LIMIT_GIB)

@@ -82,8 +82,8 @@ class ComfyModel(Model):
 
     @cached_property
     def common_compute_dtype(self) -> torch.dtype | None:
-        """Returns the dtype in which all ranks compute where ComfyUI would choose several, as for a card without
-        bfloat16: ranks exchange tensors of one dtype. None where all choose alike. Collective."""
+        """Returns the dtype in which all ranks compute where ComfyUI would choose several; else None. Collective."""
+        # Ranks exchange tensors of one dtype, and a card may have no bfloat16.
         local = self.own_compute_dtype
         ranks = all_gather_int(PRECISIONS.index(local) if local in PRECISIONS else len(PRECISIONS))
         return PRECISIONS[min(ranks)] if len(set(ranks)) > 1 else None
@@ -129,9 +129,7 @@ class ComfyModel(Model):
             self.partner.place_weights(placement)
 
     def load(self, patchers: Sequence[RankPatcher], controls: Sequence[ControlBase] = ()) -> None:
-        """Loads `patchers` to the device, with the networks of these ControlNets, of GLIGEN and VAEs. Where any rank
-        has too little memory, all of them unload their other models: ComfyUI would decide by each rank's own memory,
-        but ranks that gather weights must have the same ones loaded."""
+        """Loads `patchers` to the device, with the networks of these ControlNets, of GLIGEN and VAEs."""
         device, networks = patchers[0].load_device, dict.fromkeys(one for each in controls for one in each.get_models())
         networks |= dict.fromkeys(self.additional.unlisted(self))
         if device.type != "cpu":
@@ -139,6 +137,8 @@ class ComfyModel(Model):
             loading = [*patchers, *patches, *networks]
             needed = 1.1 * sum(one.model_size() - one.loaded_size() for one in loading)
             needed += comfy.model_management.minimum_inference_memory()
+            # Where any rank has too little memory, all unload their other models: ranks that gather weights must have
+            # the same ones loaded, and ComfyUI would decide by each rank's own memory.
             if any_rank(comfy.model_management.get_free_memory(device) < needed):
                 loaded = comfy.model_management.current_loaded_models
                 kept = [model for model in loaded if any(one.is_clone(model.model) for one in loading)]
@@ -238,9 +238,10 @@ class ComfyModel(Model):
 
 
 def import_packs(packs: Sequence[str], files: Mapping[str, dict[str, str]]) -> None:
-    """Imports PACK@FINGERPRINTs, with the `files` of each in ComfyUI's process: rank 0 first, since packs may write
-    files then, and the others after it. Raises Refused on all ranks where one cannot. Collective."""
+    """Imports PACK@FINGERPRINTs, with the `files` of each in ComfyUI's process. Raises Refused on all ranks where one
+    cannot. Collective."""
     asked.update(packs)
+    # On rank 0 first: packs may write files as they are imported.
     for first in (True, False) if packs else ():
         with refuse_on_all_ranks():
             for pack in packs if first == (rank() == 0) else ():
@@ -259,12 +260,9 @@ def load(
 
 
 def _load(
-    additional: AdditionalModels,
-    spec: ModelSpec,
-    device: torch.device,
-    on_progress: Callable[[float], None],
+    additional: AdditionalModels, spec: ModelSpec, device: torch.device, on_progress: Callable[[float], None],
     partner: ComfyModel | None = None,
-) -> ComfyModel:
+) -> ComfyModel:  # fmt: skip
     """Loads one model. Raises Refused where this rank's ComfyUI has the weights in another dtype than the host's, or
     the node that made a pack's MODEL makes another one."""
     on_progress(0.0)
@@ -282,13 +280,7 @@ def _load(
     on_progress(1.0)
     network = patcher.model.diffusion_model
     return ComfyModel(
-        spec,
-        network,
-        architecture_of(network),
-        patcher=patcher,
-        device=device,
-        additional=additional,
-        partner=partner,
+        spec, network, architecture_of(network), patcher=patcher, device=device, additional=additional, partner=partner
     )
 
 

@@ -40,8 +40,9 @@ def of_conds(conds: dict[str, list[dict[str, Any]]]) -> list[ControlBase]:
 @contextmanager
 def own_entries(controls: Iterable[ControlBase], dim: MeshDim) -> Iterator[None]:
     """Has the networks of these ControlNets, which a run has prepared, compute only the entries of this batch group in
-    this context. The network's own call, not `get_control`, gets fewer entries: that would cut the batch of hints."""
+    this context."""
 
+    # The network's own call, not `get_control`, gets fewer entries: that would cut the batch of hints.
     def select(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         batch = len(kwargs["x"] if "x" in kwargs else args[0])
         entries = local_entries(dim, batch)
@@ -56,7 +57,8 @@ def own_entries(controls: Iterable[ControlBase], dim: MeshDim) -> Iterator[None]
 @contextmanager
 def divided(controls: Iterable[ControlBase], model: Model) -> Iterator[None]:
     """Has the networks of these ControlNets, which a run has prepared, run over the context ranks of the `model` in
-    this context. In the next run these ranks may have different prompts, which would be mixed silently."""
+    this context."""
+    # And no longer: in the next run these ranks may have different prompts, which would be mixed silently.
     with ExitStack() as undo:
         if model.parallelism.splits_tokens:
             _divide(undo, _by_network(controls), model)

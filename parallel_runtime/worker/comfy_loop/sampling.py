@@ -92,6 +92,7 @@ def run(model: ComfyModel, job: SamplingJob, progress: Progress) -> dict[str, An
     progress.heartbeat()
     pipefusion, warmup_steps = model.stages and model.stages.pipefusion, model.parallelism.options.warmup_steps
     in_patches = with_pipefusion(pipefusion, patcher, job.sigmas, warmup_steps) if pipefusion else nullcontext()
+    # Behind all that is loaded and made for the run, which may draw numbers too.
     set_random_states(job.random_states, model.device)
     with with_step_cache(model, patcher) as cache, in_patches, patcher.state_dict_of_file(), noise:
         if unchanged is not None:
@@ -127,12 +128,12 @@ def _put_on(patcher: RankPatcher, model: ComfyModel, on_model: list[Any], job: S
 
 
 def _mask_wrapper(mask: Tensor, device: torch.device) -> Callable[..., Tensor]:
-    """Returns an OUTER_SAMPLE wrapper that sets the job's mask, which the host's ComfyUI has prepared: preparing it
-    again would mix up the masks of several images."""
+    """Returns an OUTER_SAMPLE wrapper that sets the job's mask, which the host's ComfyUI has prepared."""
 
     def sample(
         executor: Any, noise: Tensor, latent: Tensor, sampler: Any, sigmas: Tensor, _: None, *args: Any, **kwargs: Any
     ) -> Tensor:
+        # To prepare it again would mix up the masks of several images.
         prepared = mask.to(device, copy=True)
         return executor(noise, latent, sampler, sigmas, prepared, *args, **kwargs)
 
