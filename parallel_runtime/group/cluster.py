@@ -78,6 +78,7 @@ class Cluster:
         self._address, port = parse_endpoint(placement.rdzv_endpoint)
         self._interface = interface_of(self._address)
         self.machines: list[RemoteMachine] = []
+        # The store's socket is bound here, so that its port is known before a machine is invited.
         meeting = listen(self._address, 0)
         self._store_port = meeting.getsockname()[1]
         timeout = timedelta(seconds=STORE_SECONDS)

@@ -175,9 +175,9 @@ class History:
             self._open = replace(self._open, approximate=now.degrees.options.approximate)
 
     def step_done(self, now: Status, at: float) -> None:
-        """Another step is done, `at` this time by time.monotonic. The pace leaves out the first step, and the second
-        one too once there are more: workers that have just started may record it, and a run on warm ones would look
-        faster than what it is compared with."""
+        """Another step is done, `at` this time by time.monotonic."""
+        # The pace leaves out the first step, and the second one too once there are more: workers that have just started
+        # may record it, and a run on warm ones would look faster than what it is compared with.
         self._first_steps = [*self._first_steps, (now.step, at)][:2]
         if self._open is None:
             return

@@ -179,9 +179,9 @@ class Processes:
         return self._machine(rank).machine
 
     def died(self, rank: int) -> WorkerDied:
-        """Returns how the rank ended, as far as its torchrun reports it shortly; or how the rank did that failed before
-        it, since torchrun then ends the others by SIGTERM."""
+        """Returns how the rank ended, or the one that failed before it, as far as torchrun reports it shortly."""
         cause = self._machine(rank).cause_of_death(rank)
+        # With this torchrun ends the others where a rank has failed.
         if cause.signal == "SIGTERM":
             causes = (cause for machine in self._machines for cause in (machine.ended() or Ended()).causes)
             cause = next((other for other in causes if other.signal != "SIGTERM"), cause)
@@ -245,6 +245,7 @@ class Processes:
     def _admit(self, channel: Channel) -> Ready | None:
         """Returns the rank's greeting if it has the token; other connections are closed."""
         ready = channel.greeting(Ready, GRACE_SECONDS)
+        # compare_digest takes equally long for every wrong token.
         if ready is None or not secrets.compare_digest(ready.token.encode(), self._token.encode()):
             channel.close()
             return None

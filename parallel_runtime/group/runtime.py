@@ -72,6 +72,7 @@ class Measured:
         partial = f"{self.path}.{os.getpid()}"
         with open(partial, "w", encoding="utf-8", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
             json.dump({name: asdict(profile) for name, profile in self._known.items()}, file, indent=1)
+        # At once: another ComfyUI of this user may read it meanwhile.
         os.replace(partial, self.path)
 
 

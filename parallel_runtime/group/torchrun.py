@@ -86,16 +86,12 @@ class Torchrun:
             "-m", f"{PACKAGE.name}.worker", address,
         ]  # fmt: skip
         with agent_end:
+            # In a session of its own: `kill` ends all of it, and Ctrl-C in ComfyUI's terminal nothing of it.
             self.agent = subprocess.Popen(
-                command,
-                cwd=PACKAGE.parent,
-                env=environment(workers, token, self.folder, meeting, key, transport),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                pass_fds=[agent_end.fileno()],
-                start_new_session=True,
-            )
+                command, cwd=PACKAGE.parent, env=environment(workers, token, self.folder, meeting, key, transport),
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                pass_fds=[agent_end.fileno()], start_new_session=True,
+            )  # fmt: skip
         self._report = report
         assert self.agent.stdout is not None
         self._printed[None] = OutputReader(self.agent.stdout, partial(log.debug, "%s"))

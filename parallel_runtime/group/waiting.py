@@ -1,5 +1,4 @@
-"""Collects the answers of every rank to one request, or raises why one will not come, such as a rank that is silent for
-too long."""
+"""Collects every rank's answer to one request, or raises why one will not come, as where a rank is silent too long."""
 
 from __future__ import annotations
 
@@ -86,6 +85,7 @@ class Waiting:
 
     def _root_cause(self, failed: Failed) -> WorkerLost:
         """Returns the first cause of a failure: a rank that has died, if any, as one that loses a peer fails too."""
+        # The end of the rank that died first may be seen a moment later than the failure of its peer.
         time.sleep(PEER_FAILURE_SECONDS)
         for rank in self._ready(0):
             if rank != failed.cause.rank:
