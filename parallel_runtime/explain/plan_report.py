@@ -94,18 +94,10 @@ class Subject:
 
 
 def report(
-    subject: Subject,
-    plan: RunPlan,
-    inputs: PlanInputs,
-    *,
-    free: Sequence[int] = (),
-    decode: str | tuple[str, ...] = "",
-    encode: tuple[str, ...] = (),
-    pace: Pace | None = None,
-    paces: Sequence[Pace] = (),
-    troubles: Sequence[Row] = (),
-    compared: Sequence[str] = (),
-) -> Report:
+    subject: Subject, plan: RunPlan, inputs: PlanInputs, *, free: Sequence[int] = (),
+    decode: str | tuple[str, ...] = "", encode: tuple[str, ...] = (), pace: Pace | None = None,
+    paces: Sequence[Pace] = (), troubles: Sequence[Row] = (), compared: Sequence[str] = (),
+) -> Report:  # fmt: skip
     """Returns the report on the `plan` of these inputs, which has no estimate where its weights fit nowhere. `free` are
     the bytes that each worker could take of its device at this moment, () where none has measured. `decode` has the
     sentences on a VAE, `encode` those on a text encoder, `pace` is that of a run of this plan, `paces` are

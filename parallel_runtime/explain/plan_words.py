@@ -109,7 +109,10 @@ def weights(plan: RunPlan, work: Work, capacity: Capacity) -> tuple[str, ...]:
     values = {"mode": mode, "workers": degrees.context_parallel_size, "fetched": f"{estimate.fetched_bytes / GIB:.2f}"}
     source, blocks = "weights.fetched" if mode == "offload" else "weights.gathered", len(work.network.blocks)
     if len(set(estimate.weight_bytes_by_rank)) > 1:
-        sentence = say(f"{source}.each", each=_weights_of_each(plan, estimate, blocks), **values)
+        resident = [plan.weights.resident_blocks_on(rank) for rank in range(plan.placement.world_size)]
+        each = zip(plan.placement.device_names, estimate.weight_bytes_by_rank, resident, strict=True)
+        listing = ", ".join(f"{device} {size_in_words(size)} ({count}/{blocks})" for device, size, count in each)
+        sentence = say(f"{source}.each", each=listing, **values)
     else:
         weight_gib = f"{max(estimate.weight_bytes_by_rank) / GIB:.2f}"
         sentence = say(source, resident=plan.weights.resident_blocks, blocks=blocks, weights=weight_gib, **values)
@@ -123,13 +126,6 @@ def _fetching(plan: RunPlan, work: Work, estimate: Estimate) -> str:
     key = ("weights.waits" if estimate.exposed_seconds else "weights.hidden") + (".one" if prompts == 1 else "")
     seconds = {"seconds": f"{estimate.batch_seconds:.2f}", "exposed": f"{estimate.exposed_seconds:.2f}"}
     return say(key, prompts=prompts, **seconds)
-
-
-def _weights_of_each(plan: RunPlan, estimate: Estimate, blocks: int) -> str:
-    """Lists each worker's weights at rest, and its number of resident blocks."""
-    resident = [plan.weights.resident_blocks_on(rank) for rank in range(plan.placement.world_size)]
-    each = zip(plan.placement.device_names, estimate.weight_bytes_by_rank, resident, strict=True)
-    return ", ".join(f"{device} {size_in_words(size)} ({count}/{blocks})" for device, size, count in each)
 
 
 def _why_not_replicated(plan: RunPlan, work: Work, capacity: Capacity) -> str:
@@ -196,14 +192,10 @@ def _part(rank: int, device: str, plan: RunPlan, weights: Sequence[float], stage
     stage, group = divmod(group, degrees.cfg_degree * degrees.data_degree)
     data, cfg = divmod(group, degrees.cfg_degree)
     shares = degrees.cp_group_shares[group]
-    return Part(
-        rank=rank,
-        device=device,
-        tokens=_share(index, shares),
-        heads=_share(rank % ulysses, [sum(shares[number::ulysses]) for number in range(ulysses)]),
-        weights=stages[stage] if stages else (first, first + weights[rank]),
-        lane=_lane(stage, data, cfg, degrees),
-    )
+    heads = _share(rank % ulysses, [sum(shares[number::ulysses]) for number in range(ulysses)])
+    own = stages[stage] if stages else (first, first + weights[rank])
+    lane = _lane(stage, data, cfg, degrees)
+    return Part(rank=rank, device=device, tokens=_share(index, shares), heads=heads, weights=own, lane=lane)
 
 
 def _first(index: int, weights: Sequence[float]) -> float:

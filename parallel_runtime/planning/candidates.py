@@ -29,16 +29,16 @@ def default_plan(inputs: PlanInputs) -> RunPlan:
         raise request_checks.too_much(degrees, inputs, *_nearest(inputs))
     request_checks.check_workers(degrees, devices, inputs)
     local_workers = degrees.world_size // nnodes
-    placement = Placement(
-        devices=devices[:local_workers] or ("cpu",) * local_workers,
-        nnodes=nnodes,
-        rdzv_endpoint=request.rdzv_endpoint if nnodes > 1 else "",
-    )
+    taken_devices = devices[:local_workers] or ("cpu",) * local_workers
+    endpoint = request.rdzv_endpoint if nnodes > 1 else ""
+    placement = Placement(devices=taken_devices, nnodes=nnodes, rdzv_endpoint=endpoint)
     request_checks.check_placement(request, placement)
     taken = _with_shares(inputs, degrees if inputs.may_split_prompts else _without_cfg_degree(inputs, degrees))
     if shares_have_no_effect(taken):
         if inputs.network.divisible or (request.cfg_degree and local_workers == (len(devices) or local_workers)):
-            raise request_checks.unused_shares(request.shares, _without_cfg_degree(inputs, degrees))
+            as_one, shares = _without_cfg_degree(inputs, degrees), request.shares.strip()
+            words = request_checks.degrees_in_words(as_one)
+            raise Refused("shares.unused", "shares", as_one.by_name, shares=shares, degrees=words)
         taken = replace(taken, shares=())  # of a config that a VAE has, too
     return RunPlan(degrees=taken, placement=placement)
 
@@ -53,7 +53,9 @@ def candidates(inputs: PlanInputs) -> Iterator[RunPlan]:
         for degrees in _degrees(inputs, default, placement):
             plan = replace(default, degrees=degrees, placement=placement)
             if set(devices) < set(everything):
-                plan = plan.on_subset(everything, [everything.index(device) for device in devices])
+                ranks = tuple(everything.index(device) for device in devices)
+                left_out = tuple(device for rank, device in enumerate(everything) if rank not in ranks)
+                plan = replace(plan, ranks=ranks, left_out=left_out)
             plans.append(plan)
     if not inputs.network.row_levels:  # a device that only repeats what others compute is better left out
         plans.sort(key=lambda plan: plan.degrees.data_degree)
@@ -109,13 +111,9 @@ def _products(inputs: PlanInputs, workers: int) -> Iterator[Parallelism]:
                 for ring in _divisors(sharing) if divisible or sharing == 1 else ():
                     if sharing // ring <= heads and (ring == 1 or (not no_ring and stages == 1)):
                         yield Parallelism(
-                            options=options,
-                            ring_degree=ring,
-                            ulysses_degree=sharing // ring,
-                            cfg_degree=cfg,
-                            data_degree=data,
-                            pipeline_degree=stages,
-                        )
+                            options=options, ring_degree=ring, ulysses_degree=sharing // ring, cfg_degree=cfg,
+                            data_degree=data, pipeline_degree=stages,
+                        )  # fmt: skip
 
 
 @cache
@@ -213,13 +211,9 @@ def _default_degrees(inputs: PlanInputs, workers: int = 0) -> Parallelism:
     cfg = request.cfg_degree or _auto_cfg_degree(inputs, workers)
     ring, ulysses = _sequence_degrees(inputs, max(1, workers // cfg))
     return Parallelism(
-        options=request.options,
-        ring_degree=ring,
-        ulysses_degree=ulysses,
-        cfg_degree=cfg,
-        data_degree=data_degree,
+        options=request.options, ring_degree=ring, ulysses_degree=ulysses, cfg_degree=cfg, data_degree=data_degree,
         pipeline_degree=stages,
-    )
+    )  # fmt: skip
 
 
 def _auto_cfg_degree(inputs: PlanInputs, workers: int) -> int:
@@ -322,8 +316,8 @@ def _most_resident(mode: WeightsMode, memory: MemoryModel, before: WeightPlaceme
 
 
 def _requested(mode: WeightsMode, memory: MemoryModel, before: WeightPlacement | None) -> tuple[WeightPlacement, bool]:
-    """Returns the placement of a mode that the user named, with the fewest bytes on each device, as they want the
-    device for something else; and whether it fits with all prompts at once."""
+    """Returns the placement of a mode that the user named, and whether it fits with all prompts at once."""
+    # With the fewest bytes on each device: they want it for something else.
     least = WeightPlacement(mode=mode if memory.allows(mode) else "replicate")
     weights = memory.shard(0) if least.mode == "shard" else least
     if before is not None and replace(before, shard_shares=()) == least and memory.fits(before):

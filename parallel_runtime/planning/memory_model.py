@@ -217,16 +217,13 @@ class MemoryModel:
         budgets = self.usable_bytes_by_rank(WeightPlacement(mode="offload"))
         for budget, active in zip(budgets, self.activation_bytes_by_rank, strict=True):
             excess = 0 if budget is None else full + active - budget
-            first = bisect_left(self._residents, excess, key=self._spared_bytes)
+            # By the bytes saved against replicated weights.
+            first = bisect_left(self._residents, excess, key=lambda n: self.fetched_bytes(n) - self._block_buffers(n))
             if excess > 0 and first == len(self._residents):
                 return None
             counts.append(self._residents[first] if excess > 0 else self.blocks)
         by_rank = tuple(counts) if len(set(counts)) > 1 else ()
         return WeightPlacement(mode="offload", resident_blocks=min(counts), resident_blocks_by_rank=by_rank)
-
-    def _spared_bytes(self, resident: int) -> int:
-        """Returns the bytes saved against replicated weights, with `resident` blocks on the device."""
-        return self.fetched_bytes(resident) - self._block_buffers(resident)
 
     def _block_buffers(self, resident: int) -> int:
         return BLOCK_BUFFERS * max(self.work.network.blocks) if resident < self.blocks else 0

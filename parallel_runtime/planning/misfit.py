@@ -105,14 +105,9 @@ class Shortage:
 
 
 def shortage(
-    placement: Placement,
-    readings: Sequence[Readings],
-    fingerprint: str,
-    needed: Sequence[int],
-    *,
-    limits: Sequence[int | None],
-    limited_by: str,
-) -> Shortage | None:
+    placement: Placement, readings: Sequence[Readings], fingerprint: str, needed: Sequence[int], *,
+    limits: Sequence[int | None], limited_by: str,
+) -> Shortage | None:  # fmt: skip
     """Returns the device that lacks most of the bytes `needed` by its ranks for the model with this `fingerprint`; None
     where all have enough. A rank's memory of this model counts as free, its memory of other models does not. `limits`
     are what each may take of its device, and the only limits of main memory."""

@@ -71,7 +71,9 @@ class NetworkStats:
         """Returns the FLOP of all products with weights, for one sequence."""
         if self.row_levels:
             return sum(2 * level.weights * tokens / 4**number for number, level in enumerate(self.row_levels))
-        return 2 * self.token_weights * tokens
+        # Every token is multiplied by the weights of its layers alone, or by all where there are none.
+        weights = min(self.weights, LAYER_WEIGHTS * self.layers * self.width**2) if self.layers else self.weights
+        return 2 * weights * tokens
 
     def attention_flop(self, tokens: int) -> float:
         """Returns the FLOP of all attentions, for one sequence."""
@@ -84,11 +86,6 @@ class NetworkStats:
         """Returns the FLOP of all projections of keys and values of a network split by rows, for one sequence."""
         levels = enumerate(self.row_levels)
         return sum(4 * level.attentions * level.width**2 * tokens / 4**number for number, level in levels)
-
-    @property
-    def token_weights(self) -> int:
-        """Returns the number of weights that every token is multiplied by."""
-        return min(self.weights, LAYER_WEIGHTS * self.layers * self.width**2) if self.layers else self.weights
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -128,11 +128,6 @@ def check_placement(request: ParallelRequest, placement: Placement) -> None:
         raise Refused("graphs.cuda", "cuda_graphs", {"cuda_graphs": "auto"}, device=first)
 
 
-def unused_shares(shares: str, as_one: Parallelism) -> Refused:
-    """Returns the refusal of shares that divide nothing; by the degrees `as_one` they would."""
-    return Refused("shares.unused", "shares", as_one.by_name, shares=shares.strip(), degrees=degrees_in_words(as_one))
-
-
 def degrees_in_words(degrees: Parallelism) -> str:
     names = ["ring_degree", "ulysses_degree"]
     names += [name for name in ("cfg_degree", "data_degree", "pipeline_degree") if getattr(degrees, name) > 1]

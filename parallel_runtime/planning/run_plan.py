@@ -75,10 +75,9 @@ class RunPlan:
 
     def __post_init__(self) -> None:
         if self.degrees.world_size != self.placement.world_size:
-            raise ValueError(
-                f"degrees {self.degrees.stage_mesh_shape} make {self.degrees.world_size} shares, and there are "
-                f"{self.placement.world_size} workers"
-            )
+            shape, shares = self.degrees.stage_mesh_shape, self.degrees.world_size
+            workers = self.placement.world_size
+            raise ValueError(f"degrees {shape} make {shares} shares, and there are {workers} workers")
 
     @property
     def seconds(self) -> float:
@@ -86,11 +85,6 @@ class RunPlan:
         if self.estimate is None:
             return 0.0
         return self.estimate.seconds if self.estimate.fits else float("inf")
-
-    def on_subset(self, devices: tuple[str, ...], ranks: Sequence[int]) -> RunPlan:
-        """Returns this plan as one that has the ranks `ranks` of all `devices`, and leaves the others out."""
-        left_out = tuple(device for rank, device in enumerate(devices) if rank not in ranks)
-        return replace(self, ranks=tuple(ranks), left_out=left_out)
 
     @property
     def sharded(self) -> bool:

@@ -115,9 +115,9 @@ class _Tried:
     accepted_imbalance: float = 1.0
 
     def ran(self, slowest: float, better: Shares) -> None:
-        """Notes a run by these shares; `better` ones would follow from the speeds only. Shares that gained nothing
-        give way to the last ones, which stay: where work is not in proportion to shares (whole heads), two might
-        alternate forever."""
+        """Notes a run by these shares; `better` ones would follow from the speeds only."""
+        # Shares that gained nothing give way to the last ones, which stay: where work is not in proportion to shares
+        # (whole heads), two might alternate forever.
         self.behind = self.behind + 1 if slowest > MIN_IMBALANCE * self.accepted_imbalance else 0
         if self.behind < RUNS_BEFORE_CHANGE:
             return
