@@ -85,6 +85,7 @@ def gpu_kind() -> str:
 
 def comfy_setup(*, compiles: bool = False) -> ComfySetup:
     """Returns this process's ComfyUI, for workers to import. `compiles`: they are started to compile a model."""
+    # Where ComfyUI is only imported, the arguments are another program's.
     flags = tuple(sys.argv[1:]) if comfy.options.args_parsing else ()
     root = os.path.dirname(os.path.dirname(inspect.getfile(comfy.samplers)))
     added = [path for path in sys.path if path.startswith(root + os.sep) and "site-packages" not in path]

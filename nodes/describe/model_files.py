@@ -9,7 +9,7 @@ ComfyUI's own loop in the workers calls ControlNets, and the VAE that encodes a 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import asdict
 from typing import Any
 
@@ -122,14 +122,12 @@ def source_file(loaded: Any) -> SourceFile:
 
 def controls_of(conds: Conds) -> list[ControlBase]:
     """Returns all ControlNets of these conditions, each once, with those that they are chained to."""
-    return list(dict.fromkeys(control for prompt in conds.values() for cond in prompt for control in _chain(cond)))
-
-
-def _chain(cond: Mapping[str, Any]) -> Iterator[ControlBase]:
-    control = cond.get("control")
-    while control is not None:
-        yield control
-        control = control.previous_controlnet
+    controls: dict[ControlBase, None] = {}
+    for control in (cond.get("control") for prompt in conds.values() for cond in prompt):
+        while control is not None:
+            controls[control] = None
+            control = control.previous_controlnet
+    return list(controls)
 
 
 def gligens_of(conds: Conds) -> list[ModelPatcher]:
@@ -143,12 +141,6 @@ def is_patched(control: ControlBase) -> bool:
     patcher = getattr(control, "control_model_wrapped", None)
     patched = patcher is not None and (patcher.patches or patcher.object_patches or patcher.hook_patches)
     return bool(patched) or control.extra_hooks is not None
-
-
-def called_functions(control: ControlBase) -> list[Any]:
-    """Returns the functions that a run calls on the ControlNet and its network; a pack may have replaced them."""
-    network = network_of(control)
-    return [getattr(control, name) for name in METHODS] + ([] if network is None else [network.forward])
 
 
 def describe_control_net(control: ControlBase, to: Callable[[Any], Any]) -> dict[str, Any]:
@@ -230,7 +222,10 @@ def _describe_vae(vae: VAE, to: Parts) -> dict[str, Any]:
 def _describe_control(control: ControlBase, to: Parts) -> dict[str, Any]:
     if type(control) not in CONTROL_CLASSES:
         raise Unsendable("unsendable.object", what=to.what, thing=qualified_name(type(control)))
-    if is_patched(control) or not all(map(is_comfyui, called_functions(control))):
+    # What a run calls on it and on its network: a pack may have replaced that.
+    called = [getattr(control, name) for name in METHODS]
+    called += [] if (network := network_of(control)) is None else [network.forward]
+    if is_patched(control) or not all(map(is_comfyui, called)):
         raise Unsendable("unsendable.control.patched", what=to.what)
     try:
         return describe_control_net(control, to)

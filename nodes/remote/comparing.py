@@ -44,8 +44,7 @@ Callback = Callable[[int, Any, Any, int], None]
 @dataclass(frozen=True)
 class Difference:
     """How far apart the two results of a step are, the latent and what the network made of it, in standard deviations
-    of the native one. `moved` is how far one unit in the last place of `dtype` moves the native result, where it was
-    looked for; `approximate`, whether the run on the workers was asked to be."""
+    of the native one; `moved`: how far one unit in the last place of `dtype` moves that, None where nobody looked."""
 
     most: float
     mean: float
@@ -128,17 +127,13 @@ def samplers_in(prompt: Prompt) -> set[str]:
         for name, node in prompt.items():
             links = [value for value in node["inputs"].values() if is_link(value) and value[0] == source]
             kinds = [str(kind) for _, index in links for kind in outputs[int(index) :][:1]]
-            if name in seen or not any(map(_has_model, kinds)):
+            if name in seen or not any(kind in ("MODEL", "GUIDER", "*") or "PIPE" in kind for kind in kinds):
                 continue
             seen.add(name)
             todo.append(name)
             if {*PICTURES} & {*map(str, NODE_CLASS_MAPPINGS[node["class_type"]].RETURN_TYPES)}:
                 found.add(name)
     return found
-
-
-def _has_model(kind: str) -> bool:
-    return kind in ("MODEL", "GUIDER", "*") or "PIPE" in kind
 
 
 def _above(prompt: Prompt, name: str) -> set[str]:

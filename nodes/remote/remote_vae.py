@@ -163,17 +163,11 @@ class RemoteVAE:
             # Memory that is still missing refuses nothing: ComfyUI's estimate is high, and its VAE goes on with tiles.
             lease.claim(plan)
             job = VAEJob(
-                method=method,
-                x=x,
-                unit=unit,
-                shape=list(part.shape),
-                dtype=str(part.dtype).removeprefix("torch."),
-                offset=output.offset_of(part) or 0,
-                random_states=random_states(self._vae.device),
-                chunk_bytes=self._chunk_bytes(),
-                weights=None if self._spec.loader else dict(self._vae.get_sd()),
+                method=method, x=x, unit=unit, shape=list(part.shape), dtype=str(part.dtype).removeprefix("torch."),
+                offset=output.offset_of(part) or 0, random_states=random_states(self._vae.device),
+                chunk_bytes=self._chunk_bytes(), weights=None if self._spec.loader else dict(self._vae.get_sd()),
                 shares=shares,
-            )
+            )  # fmt: skip
             result = _run(lease, plan, job, output)
         set_random_states(result.value["random_states"], self._vae.device)
         tiles, network = self.tiles, self._vae.first_stage_model

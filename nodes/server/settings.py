@@ -75,11 +75,6 @@ def settings_file() -> Path:
     return Path(folder_paths.get_user_directory()) / "default" / "comfy.settings.json"
 
 
-def measurements_file() -> Path:
-    """Returns the file that keeps what devices measured, in ComfyUI's user folder, which outlives a container."""
-    return Path(folder_paths.get_user_directory()) / "context-parallel-sampler" / "measured.json"
-
-
 def refresh() -> Settings:
     """Applies saved changes; costs one os.stat where there are none."""
     version = None
@@ -107,7 +102,8 @@ def _apply(version: tuple[int, int] | None) -> Settings:
     if not os.environ.get("CP_IDLE_SECONDS", "").strip():
         runtime.idle_seconds = settings.IdleSeconds
     runtime.default_devices = settings.Devices
-    runtime.measured.path = str(measurements_file())
+    # In ComfyUI's user folder, which outlives a container.
+    runtime.measured.path = os.path.join(folder_paths.get_user_directory(), "context-parallel-sampler", "measured.json")
     level = settings.LogLevel
     for package in PACKAGES:  # by default as ComfyUI's own
         logging.getLogger(package).setLevel(level if level in LEVELS and level != Settings.LogLevel else "NOTSET")
