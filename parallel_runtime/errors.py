@@ -64,8 +64,8 @@ def listed(sentences: Sequence[Sentence], key: str = "and") -> Sentence:
 
 
 def to_json(value: Any) -> Any:
-    """Returns plain JSON: a Sentence as {"code", "values"}, and a value that JSON cannot hold (an exception) as its
-    text, since ComfyUI's server fails at an event that it cannot serialize."""
+    """Returns plain JSON: a Sentence as {"code", "values"}, and what JSON cannot hold (an exception) as its text."""
+    # ComfyUI's server fails at an event that it cannot serialize.
     if isinstance(value, Sentence):
         return {"code": value.key, "values": {name: to_json(part) for name, part in value.values.items()}}
     if isinstance(value, list | tuple):
@@ -97,17 +97,12 @@ ON_ANOTHER_RANK = "elsewhere"
 class Refused(ParallelError, ValueError):
     """The request is invalid, or the workers cannot do it. `code` names a sentence in locales/*/main.json, `values`
     fill its placeholders with plain JSON or other Sentences (`say`). `widget` is the one of CP Parallel Config to
-    change, if any; `fix` maps its widgets to values that would work. Without a code, another rank has refused with the
-    reason."""
+    change, if any; `fix` maps its widgets to values that would work. Without a code, another rank has the reason."""
 
     def __init__(
-        self,
-        code: str = ON_ANOTHER_RANK,
-        /,
-        widget: str | None = None,
-        fix: Mapping[str, Any] | None = None,
+        self, code: str = ON_ANOTHER_RANK, /, widget: str | None = None, fix: Mapping[str, Any] | None = None,
         **values: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(say(code, **values))
         self.code, self.values, self.widget, self.fix = code, values, widget, dict(fix or {})
 

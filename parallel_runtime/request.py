@@ -43,16 +43,9 @@ class Widget:
 
 
 def widget(
-    place: int,
-    default: Value,
-    tooltip: str,
-    *,
-    limits: dict[str, float] | None = None,
-    name: str = "",
-    options: tuple[str, ...] = (),
-    required: bool = False,
-    advanced: bool = True,
-) -> Value:
+    place: int, default: Value, tooltip: str, *, limits: dict[str, float] | None = None, name: str = "",
+    options: tuple[str, ...] = (), required: bool = False, advanced: bool = True,
+) -> Value:  # fmt: skip
     """Returns a dataclass field that a widget sets. Its type is that of `default`, so a number with a point is 0.0.
     `limits` have both `min` and `max`, `name` is the widget's name if it differs from the field's, and `options` are
     its allowed values where the field's type is no Literal of them."""

@@ -16,10 +16,8 @@ _BY_CLASS = {kind: network for network in ARCHITECTURES for kind in network.kind
 
 
 def architecture_of(network: object) -> Architecture | None:
-    """The plan and the figures of a network's class; None for one without a plan.
-
-    A subclass is another class, whatever it changes: nobody has compared it with the plan.
-    """
+    """The plan and the figures of a network's class; None for one without a plan."""
+    # A subclass is another class, whatever it changes: nobody has compared it with the plan.
     kind = type(network)
     known = _BY_CLASS.get(f"{kind.__module__}:{kind.__qualname__}")
     return known if known is not None and known.fits(network) else None

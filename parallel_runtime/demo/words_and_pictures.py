@@ -50,7 +50,10 @@ def parse(prompt: str) -> list[str]:
     if len(words) >= LONGEST:
         raise ValueError(f"the prompt has {len(words)} words; the demo model reads at most {LONGEST - 1}")
     names = [f"{word} background" if _is_backdrop(words, i) else word for i, word in enumerate(words)]
-    _check_single(names)
+    for kind, members in KINDS.items():
+        named = [name for name in names if name in members]
+        if len(named) > 1:
+            raise ValueError(f"the prompt names more than one {kind} ({', '.join(named)}); the demo model draws one")
     return names
 
 
@@ -62,7 +65,8 @@ def encode(prompt: str) -> tuple[Tensor, Tensor]:
     places = 1 + len(KNOWN_WORDS) + torch.arange(len(positions))
     meant = [1 + KNOWN_WORDS.index(name) for name in names if name not in GRAMMAR]
     pooled = table[torch.tensor(meant, dtype=torch.long)].sum(0, keepdim=True)
-    return torch.cat([_registers(), table[positions] + table[places]])[None], pooled
+    registers = torch.randn(REGISTERS, WIDTH, generator=torch.Generator().manual_seed(0)).sign() * 2**0.5
+    return torch.cat([registers, table[positions] + table[places]])[None], pooled
 
 
 def conditions(prompt: str) -> dict[str, Any]:
@@ -76,24 +80,12 @@ def demo_job(prompt: str, noise: Tensor, *, steps: int, cfg: float) -> DemoJob:
     return DemoJob(noise=noise, sigmas=sigmas, cfg=cfg, positive=conditions(prompt), negative=conditions(""))
 
 
-def _registers() -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(REGISTERS, WIDTH, generator=generator).sign() * 2**0.5
-
-
 def _is_backdrop(words: list[str], i: int) -> bool:
     if words[i] not in COLOURS:
         return False
     if "background" in words:
         return words[i + 1 : i + 2] == ["background"]
     return "on" in words[:i] and any(word in SHAPES or word in COLOURS for word in words[:i])
-
-
-def _check_single(names: list[str]) -> None:
-    for kind, members in KINDS.items():
-        named = [name for name in names if name in members]
-        if len(named) > 1:
-            raise ValueError(f"the prompt names more than one {kind} ({', '.join(named)}); the demo model draws one")
 
 
 def _hadamard(width: int) -> Tensor:

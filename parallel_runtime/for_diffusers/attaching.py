@@ -126,12 +126,9 @@ class _Attachment(ExitStack):
 
 
 def attach(
-    transformer: nn.Module,
-    mesh: ContextMesh | DeviceMesh | None,
-    parallelism: Parallelism,
-    plan: SplitPlan | None = None,
-    replicated: Collection[str] = (),
-) -> None:
+    transformer: nn.Module, mesh: ContextMesh | DeviceMesh | None, parallelism: Parallelism,
+    plan: SplitPlan | None = None, replicated: Collection[str] = (),
+) -> None:  # fmt: skip
     """Run every later forward of `transformer` over the ranks of `mesh`; all of them must call it, then forward.
 
     Each rank passes full inputs and gets the full output, equal to what one rank computes. `mesh` None: built here,
@@ -222,11 +219,8 @@ def _check_aware(name: str, processor: Any) -> None:
 
 
 def _local_backend(processor: Any, parallelism: Parallelism) -> AttentionBackendName | None:
-    """Returns the backend that diffusers itself shall use: what was chosen, or what the processor has.
-
-    Our own processors use our backend here too: where a kernel of diffusers would refuse a mask, `attend` takes
-    another.
-    """
+    """Returns the backend that diffusers itself shall use: what was chosen, or what the processor has."""
+    # Ours for our own processors: where a kernel of diffusers would refuse a mask, `attend` takes another.
     if isinstance(processor, Aware):
         return backend_name(parallelism.options.attention_backend)
     if parallelism.options.attention_backend == "auto" or not hasattr(processor, "_attention_backend"):

@@ -44,8 +44,7 @@ def plan_of(transformer: nn.Module) -> SplitPlan:
 def _blocks(
     stack: str, args: Args, attends: Names, unsplit: Names, before: Plans = (), last: str = "norm_out", **more: Any
 ) -> SplitPlan:
-    """Returns the plan of a stack of blocks, the modules `before` it, and the `last` layer, which receives the full
-    stream of the latent."""
+    """Returns the plan of a stack of blocks, the modules `before` it, and the `last` layer, on the latent in full."""
     module_plans = (*before, ModulePlan(stack, args, attends, unsplit_args=unsplit, **more))
     return SplitPlan((*module_plans, ModulePlan(last, {0: Gather((SplitPlan(module_plans).main_stream,))})))
 

@@ -28,25 +28,16 @@ from ..request import AttentionBackend
 
 @cache
 def backend_name(kernel: AttentionBackend) -> AttentionBackendName:
-    """Returns the name under which diffusers finds us. Calls without a ContextAttention are local, on `kernel`.
-
-    `dispatch_attention_fn` takes members of its enum only, and an enum cannot grow: this is one that is not listed
-    among its members, so that no list of choices in diffusers shows it.
-    """
+    """Returns the name under which diffusers finds us. Calls without a ContextAttention are local, on `kernel`."""
+    # `dispatch_attention_fn` takes members of its enum only, and an enum cannot grow: this is one that is not listed
+    # among its members, so that no list of choices in diffusers shows it.
     name = str.__new__(AttentionBackendName, f"context_parallel_{kernel}")
     name._name_ = name._value_ = f"context_parallel_{kernel}"
 
     def context_parallel(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        _parallel_config: Any = None,
-    ) -> Tensor:
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, _parallel_config: Any = None,
+    ) -> Tensor:  # fmt: skip
         if dropout_p or is_causal:
             raise ValueError("dropout and causal attention cannot be split over ranks yet")
         if _parallel_config is None:
@@ -85,13 +76,9 @@ class JointAttention(Aware):
     """
 
     def __call__(
-        self,
-        attn: Attention,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        image_rotary_emb: Any = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+        self, attn: Attention, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None, image_rotary_emb: Any = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         query, key, value = _heads(attn, hidden_states, (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k))
         if image_rotary_emb is not None:
             rotate: Any = partial(apply_rotary_emb, freqs_cis=image_rotary_emb, sequence_dim=1)
@@ -114,13 +101,9 @@ class GroupedAttention(Aware):
     """Replaces Lumina2AttnProcessor2_0: self-attention with rotary positions, several query heads to a key head."""
 
     def __call__(
-        self,
-        attn: Attention,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        image_rotary_emb: Tensor | None = None,
-    ) -> Tensor:
+        self, attn: Attention, hidden_states: Tensor, encoder_hidden_states: Tensor,
+        attention_mask: Tensor | None = None, image_rotary_emb: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         assert encoder_hidden_states is hidden_states
         projections = (attn.to_q, attn.to_k, attn.to_v)
         query, key, value = _heads(attn, hidden_states, projections, (attn.norm_q, attn.norm_k))

@@ -37,13 +37,9 @@ class Describer:
     the other process has, by their numbers. Without `packs`, it takes no code of packs."""
 
     def __init__(
-        self,
-        model: ModelPatcher | None = None,
-        describe_loaded: DescribeLoaded | None = None,
-        known: dict[int, Any] | None = None,
-        *,
-        packs: bool = True,
-    ) -> None:
+        self, model: ModelPatcher | None = None, describe_loaded: DescribeLoaded | None = None,
+        known: dict[int, Any] | None = None, *, packs: bool = True,
+    ) -> None:  # fmt: skip
         self.model = model
         self._takes_packs = packs
         self.describe_loaded = describe_loaded
@@ -154,16 +150,12 @@ class Parts:
 
 class Rebuilder:
     """Makes again what one Describer has described. `load_additional` loads models that it has described by a file;
-    `patcher` is this process's MODEL for the one that is sampled; `made` are values that this process has, by their
-    numbers."""
+    `patcher` is this process's MODEL for the one that is sampled; `made` are values that it has, by their numbers."""
 
     def __init__(
-        self,
-        tensors: dict[str, Tensor],
-        load_additional: LoadAdditional | None = None,
-        patcher: ModelPatcher | None = None,
-        made: dict[int, Any] | None = None,
-    ) -> None:
+        self, tensors: dict[str, Tensor], load_additional: LoadAdditional | None = None,
+        patcher: ModelPatcher | None = None, made: dict[int, Any] | None = None,
+    ) -> None:  # fmt: skip
         self.tensors, self.patcher = tensors, patcher
         self._load_additional = load_additional
         self._made = dict(made or {})
