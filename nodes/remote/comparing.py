@@ -44,7 +44,8 @@ Callback = Callable[[int, Any, Any, int], None]
 @dataclass(frozen=True)
 class Difference:
     """How far apart the two results of a step are, the latent and what the network made of it, in standard deviations
-    of the native one; `moved`: how far one unit in the last place of `dtype` moves that, None where nobody looked."""
+    of the native one; `moved`: how far one unit in the last place of `dtype` moves that, None where nobody looked;
+    `approximate`: whether the run on the workers was asked to be."""
 
     most: float
     mean: float
@@ -154,8 +155,9 @@ def compared_sampler() -> str | None:
 
 
 def compared(
-    guider: CFGGuider, call: OuterSample, natively: OneWay, on_workers: OneWay, steps: int, dtype: torch.dtype
-) -> Tensor:
+    guider: CFGGuider, call: OuterSample, natively: OneWay, on_workers: OneWay, *, steps: int, dtype: torch.dtype,
+    approximate: bool,
+) -> Tensor:  # fmt: skip
     """Samples the first steps on the workers and natively, notes how far apart they are, and returns the native latent.
     Both get the same noise, random numbers and guider."""
 

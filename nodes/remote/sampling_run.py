@@ -233,7 +233,9 @@ class RemoteSampling:
         guider, options, computed = executor.class_obj, self.request.options, self.described.spec.compute_dtype
         steps = max(LEAST_STEPS, options.warmup_steps + 1) if options.token_patches > 1 else 1
         dtype = getattr(torch, computed) if computed else guider.model_patcher.model.get_dtype_inference()
-        return compared(guider, call, natively, lambda call: self._sample(guider, call, natively), steps, dtype)
+        on_workers = partial(self._sample, guider, natively=natively)
+        how: dict[str, Any] = {"steps": steps, "dtype": dtype, "approximate": options.approximate}
+        return compared(guider, call, natively, on_workers, **how)
 
     def _sample(self, guider: CFGGuider, call: OuterSample, natively: Callable[[OuterSample], Tensor]) -> Tensor:
         described = self.described.sampled_by(call.sampler).guided_by(guider.conds)

@@ -88,7 +88,7 @@ class Progress:
 
     @contextmanager
     def reporting_blocks(self, blocks: BlockCounter) -> Iterator[None]:
-        """Sends a heartbeat each HEARTBEAT_SECONDS of this context: has the device ended a block?"""
+        """Sends a heartbeat each HEARTBEAT_SECONDS of this context: has the device computed a block?"""
         over = threading.Event()
 
         def report() -> None:
