@@ -1,6 +1,5 @@
 """Two tables: accelerators (torch device types, with their collective backend and environment) and attention kernels.
-Memory, streams and graphs of CUDA are asked by torch.cuda, the rest by torch.accelerator. Imports no torch.
-"""
+Memory, streams and graphs of CUDA are asked by torch.cuda, the rest by torch.accelerator. Imports no torch."""
 
 import importlib.metadata
 from collections.abc import Mapping
@@ -24,8 +23,7 @@ class Accelerator:
 
     `collectives` is the torch.distributed backend between such devices. `environment` holds variables that the launch
     sets, where {interface} stands for the network interface. `slower_transports` are tried one after another where the
-    devices cannot exchange tensors as the backend itself chooses.
-    """
+    devices cannot exchange tensors as the backend itself chooses."""
 
     kind: str
     collectives: str

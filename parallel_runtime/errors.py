@@ -11,8 +11,7 @@ ParallelError
   ProtocolError      received bytes that are not a valid message or bundle
 
 The sentences that users read stand by their code in locales/*/main.json: here in English, on the page in the user's
-language. cpReport is CP Plan's, cpRefusals has refusals, cpDeaths how workers ended; cpDeveloper is English only.
-"""
+language. cpReport is CP Plan's, cpRefusals has refusals, cpDeaths how workers ended; cpDeveloper is English only."""
 
 import json
 from collections.abc import Mapping, Sequence

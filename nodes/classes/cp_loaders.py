@@ -1,6 +1,5 @@
 """CP Load Diffusion Model and CP Load CLIP: a MODEL and a CLIP whose weights only the workers read, for every node; and
-three small nodes of the embedded demo model: its MODEL, words to CONDITIONING, LATENT to IMAGE.
-"""
+three small nodes of the embedded demo model: its MODEL, words to CONDITIONING, LATENT to IMAGE."""
 
 from __future__ import annotations
 

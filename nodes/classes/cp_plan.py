@@ -1,7 +1,6 @@
 """CP Plan: what CP Sampler will do with this model and latent, as text, and the config to do it.
 
-CP Compare: one step of each sampler natively and on the workers, for scripts; on the page CP Plan does it.
-"""
+CP Compare: one step of each sampler natively and on the workers, for scripts; on the page CP Plan does it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The CP samplers: ComfyUI's own sampler nodes, called with a MODEL or GUIDER whose sampling runs in the workers.
 
 Each has exactly the native node's sockets and widgets in its order, read off that node, and one optional socket: for
-CP Parallel Config, whose widgets are the table of parallel_runtime/request.py.
-"""
+CP Parallel Config, whose widgets are the table of parallel_runtime/request.py."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Code on a MODEL couples them if it computes with all of them at once, or if it keeps state from one evaluation to the
 next, since each worker would keep the state of its own only. State is a variable that a function writes to, or an
-object that two functions share; the functions themselves are read, whichever node made them.
-"""
+object that two functions share; the functions themselves are read, whichever node made them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """ComfyUI's process: the GPUs that it sees on this machine, the ComfyUI that workers import, and the event cp.refused,
-which tells the page which node was refused, and why, as data (web/refusals.js).
-"""
+which tells the page which node was refused, and why, as data (web/refusals.js)."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@ Control-LoRAs, T2I adapters, model patches, GLIGEN models and hypernetworks by t
 weights.
 
 ComfyUI's loaders, which the workers call again, note the file that they read, also where nodes of packs call them.
-ComfyUI's own loop in the workers calls ControlNets, and the VAE that encodes a hint.
-"""
+ComfyUI's own loop in the workers calls ControlNets, and the VAE that encodes a hint."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Describes what is on a MODEL for the workers: model options, wrappers, block patches, torch.compile; and the
-attention that a user chose for it: by a node, by the file, or by ComfyUI's flags.
-"""
+attention that a user chose for it: by a node, by the file, or by ComfyUI's flags."""
 
 from __future__ import annotations
 
@@ -56,8 +55,7 @@ def describe_options(options: dict[str, Any], describer: Describer) -> Any:
 def describe_functions(functions: dict[str, dict[Any, list[Any]]], what: str, describer: Describer) -> list[list[Any]]:
     """Describes each group of wrappers or callbacks, in their order: [kind, key, functions]. Raises Unsendable.
 
-    Groups before our own wrapper are left out: ComfyUI calls them first, in its own process.
-    """
+    Groups before our own wrapper are left out: ComfyUI calls them first, in its own process."""
     return [
         [kind, key, describer.describe(list(group), f"the {kind} {what}")]
         for kind, by_key in functions.items()
@@ -89,8 +87,7 @@ def describe_transformer_options(
     """Describes the transformer_options that a network's blocks read, and returns the VAEs in them.
 
     Raises Refused for foreign code in the blocks: without `packs` for that of packs, whose objects may keep state from
-    one evaluation to the next. Other foreign objects are left out: only foreign code reads them.
-    """
+    one evaluation to the next. Other foreign objects are left out: only foreign code reads them."""
     described, options_describer = {}, describer(model=model, packs=packs)
     for key, value in options.items():
         if key in AROUND_NETWORK or _empty(value):

@@ -1,8 +1,7 @@
 """Compare: one step of each sampler of this graph, natively and on the workers, with the same inputs.
 
 The node that compares is expanded into copies of these samplers. The name of a copy says that it is one, so nothing is
-switched on that a cancelled run could leave switched on.
-"""
+switched on that a cancelled run could leave switched on."""
 
 from __future__ import annotations
 

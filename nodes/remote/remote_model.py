@@ -1,7 +1,6 @@
 """A MODEL without weights in this process: each evaluation of its network is one request to the workers.
 
-Wrappers around the network, ControlNets, guiders and samplers run in this process, as they do on any MODEL.
-"""
+Wrappers around the network, ControlNets, guiders and samplers run in this process, as they do on any MODEL."""
 
 from __future__ import annotations
 

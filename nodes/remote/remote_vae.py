@@ -1,6 +1,5 @@
 """The network of a VAE in the workers: each decode or encode of a tensor is one request to them. What they refuse of a
-VAE or a CLIP, ComfyUI's own code computes (`InWorkers`).
-"""
+VAE or a CLIP, ComfyUI's own code computes (`InWorkers`)."""
 
 from __future__ import annotations
 

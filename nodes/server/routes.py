@@ -1,6 +1,5 @@
 """The worker group's status in JSON, for /cp/status and as the event cp.status whenever it changes; and the HTTP routes
-under /cp, which ComfyUI serves under /api/cp too, behind its own check of the origin.
-"""
+under /cp, which ComfyUI serves under /api/cp too, behind its own check of the origin."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 them and ComfyUI stores them. Environment variables win over them.
 
 Workers may start before a node asks for them: with ComfyUI, if the user has set that, and while ComfyUI still encodes
-text, once a prompt with a CP node has run for WAIT_SECONDS.
-"""
+text, once a prompt with a CP node has run for WAIT_SECONDS."""
 
 from __future__ import annotations
 
@@ -64,10 +63,8 @@ class Settings:
     @property
     def request(self) -> ParallelRequest:
         """Returns the request of a node without a cp_config."""
-        ring, ulysses = self.RingDegree, self.UlyssesDegree
-        return ParallelRequest(
-            devices=self.Devices.strip(), ring_degree=ring, ulysses_degree=ulysses, pipeline_degree=0
-        )
+        ring, ulysses, devices = self.RingDegree, self.UlyssesDegree, self.Devices.strip()
+        return ParallelRequest(devices=devices, ring_degree=ring, ulysses_degree=ulysses, pipeline_degree=0)
 
 
 def settings_file() -> Path:

@@ -1,7 +1,6 @@
 """How each network is split: the words in which that is written, and plans of architectures by what tokens they have.
 
-A network is known by its class. One without a plan runs undivided. Plans need no torch.
-"""
+A network is known by its class. One without a plan runs undivided. Plans need no torch."""
 
 from importlib import import_module
 from pkgutil import iter_modules

@@ -2,8 +2,7 @@
 
 Their relative L2 distance in float32 was 2.1e-6 or less, on 2 to 4 CPU ranks with tiny random weights: rows and
 columns, odd and uneven sizes; tests/rows compares them. MiniMax H3's was the same to the bit: ranks compute whole tiles
-of it. A VAE is known by its classes, never by a file's name. Knows only names.
-"""
+of it. A VAE is known by its classes, never by a file's name. Knows only names."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,8 +39,7 @@ class Tiles:
     """A VAE that decodes and encodes a tile of a clip by methods of these names, [B, C, T, H, W] -> [B, C, T, H, W].
 
     `output(model, method, shape)` is the shape of what they make of a tile, `grid` what a whole input is cut into.
-    An encoder takes `least_rows` rows and columns of the latent or more.
-    """
+    An encoder takes `least_rows` rows and columns of the latent or more."""
 
     decode: str
     encode: str
@@ -79,8 +77,7 @@ class Compared:
     """What a VAE needs beside its rows. Modules of the classes `over_time` attend along time only. `chunk_size` is the
     function, "module:name", by which the VAE asks how many bytes of time it may compute at once; `limits` its method
     that takes the limits of memory by which it would slice its convolutions and norms: no rank may go by its own bytes.
-    With `tiles` each rank computes tiles of the picture instead of rows.
-    """
+    With `tiles` each rank computes tiles of the picture instead of rows."""
 
     over_time: tuple[str, ...] = ()
     chunk_size: str = ""

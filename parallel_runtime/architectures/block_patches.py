@@ -1,8 +1,7 @@
 """Which of ComfyUI's patches between and inside blocks need all tokens, and which work on each token, or each frame,
 alone and so can run on a split sequence.
 
-Knows functions and classes by their names. Imports no torch, no ComfyUI.
-"""
+Knows functions and classes by their names. Imports no torch, no ComfyUI."""
 
 import inspect
 import os

@@ -101,9 +101,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("workflow", type=Path, help="a saved workflow, or - for standard input")
     parser.add_argument("--back", action="store_true", help="replace CP nodes by ComfyUI's own samplers")
     parser.add_argument("--clip", action="store_true", help="a CP CLIP after each loader of text encoders, of any size")
-    models = (
-        "ComfyUI's folder of models, which says how large text encoders are; otherwise of the ComfyUI around this pack"
-    )
+    models = "ComfyUI's folder of models, which says how large text encoders are; else of the ComfyUI around this pack"
     parser.add_argument("--models", type=Path, default=ROOT.parent.parent / "models", help=models)
     parser.add_argument("-o", "--out", type=Path, help="where to write; otherwise NAME.cp.json, or NAME.native.json")
     options = parser.parse_args(arguments)

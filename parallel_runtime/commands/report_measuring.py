@@ -5,10 +5,7 @@ workers on 1, 2, 4, ... devices, as CP Plan's Measure does with the user's model
 but are few, so that a temporary file has room for them.
 
 `compare` is CP Compare without the page: a ComfyUI of its own, on a free port, takes one step of each sampler of a
-workflow natively and on the workers. A ComfyUI that runs beside it, its queue and its files are not touched.
-"""
-
-from __future__ import annotations
+workflow natively and on the workers. A ComfyUI that runs beside it, its queue and its files are not touched."""
 
 import json
 import logging

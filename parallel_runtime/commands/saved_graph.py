@@ -1,8 +1,6 @@
 """The graphs of nodes and links in a saved workflow, of any form and with odd parts: reads and changes their links.
 Knows no class of node."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,7 @@ needs only the vocabulary.
 
 Pictures are a fixed linear map of 16 channels onto patches of 8x8: a principal component analysis of drawn pictures,
 kept in codec.safetensors; tests/demo_training/fitting.py made it. Latents are in ComfyUI's LATENT space: after FLUX's
-own (latent - 0.1159) * 0.3611 they have about unit variance. Knows no model.
-"""
+own (latent - 0.1159) * 0.3611 they have about unit variance. Knows no model."""
 
 from functools import cache
 from pathlib import Path

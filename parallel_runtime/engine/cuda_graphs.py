@@ -1,6 +1,5 @@
 """Records the launches of a run as one CUDA graph, and compiles blocks one by one; the hooks that split their tensors
-stay outside of compiled graphs. Knows no network, and not when recording pays.
-"""
+stay outside of compiled graphs. Knows no network, and not when recording pays."""
 
 from __future__ import annotations
 
@@ -136,8 +135,7 @@ class Constants(TorchFunctionMode):
     are the same in every replay. A graph can copy them from pinned memory, which a capture may not allocate: the
     warm-up pins them, and the capture finds the same ones again.
 
-    In a capture raises RuntimeError where a constant differs from the warm-up's, or where they exceed MAX_BYTES.
-    """
+    In a capture raises RuntimeError where a constant differs from the warm-up's, or where they exceed MAX_BYTES."""
 
     MAX_BYTES = 64 << 20
 

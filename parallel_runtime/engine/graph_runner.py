@@ -1,7 +1,6 @@
 """Decides when a network's forwards are recorded as CUDA graphs, replayed, or run eagerly. Knows no network.
 
-It replaces the call of the network, outside of all hooks. How a recording is made is in cuda_graphs.py.
-"""
+It replaces the call of the network, outside of all hooks. How a recording is made is in cuda_graphs.py."""
 
 from __future__ import annotations
 
@@ -174,8 +173,7 @@ class GraphRunner:
     combines a flag of all ranks that share a forward, which record, replay and stay eager alike. `on_recording` is
     called with True when a recording begins and with False at its end. `other_models_bytes` is the size of other
     models' recordings. `before_timing` is called before the deciding measurement, to stop communication timers, which
-    slow it.
-    """
+    slow it."""
 
     network: nn.Module
     device: torch.device

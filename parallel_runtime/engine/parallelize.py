@@ -1,8 +1,7 @@
 """Makes ComfyUI's own network context parallel as its plan says: by rows of the picture where that is a RowPlan, else
 by tokens, with hooks at its blocks' inputs and outputs.
 
-All names of a network are the plan's. Imports no ComfyUI.
-"""
+All names of a network are the plan's. Imports no ComfyUI."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ def parallelize(network: nn.Module, plan: SplitPlan, mesh: ContextMesh, parallel
 
     Each rank passes full inputs and gets the full output, equal to what one rank computes. Raises ValueError, and
     changes nothing, when it is parallel already or when plan and network do not fit. A forward raises Refused for
-    arguments that the plan does not name.
-    """
+    arguments that the plan does not name."""
     if hasattr(network, PARALLELIZED):
         raise ValueError(f"this {type(network).__name__} is parallel already; unparallelize it first")
     division = _BY_ROWS.get(type(plan), _TokenDivision)
@@ -61,8 +59,7 @@ def parallelize_control(
     """Runs every later forward of the ControlNet's network `control` over the context ranks of `mesh`. Collective.
 
     It returns this rank's part of each residual; full residuals for a latent that `network`, a UNet, computes in full.
-    `network`, which is parallel over the same ranks, takes these until `control` is unparallelized.
-    """
+    `network`, which is parallel over the same ranks, takes these until `control` is unparallelized."""
     parallelize(control, plan, mesh, parallelism)
     getattr(control, PARALLELIZED).return_residuals_to(getattr(network, PARALLELIZED))
 

@@ -1,6 +1,5 @@
 """Fetches the weights of one network just before they are needed, one block ahead, into two buffers in turn; and says
-which modules to fetch from where.
-"""
+which modules to fetch from where."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
@@ -82,10 +81,7 @@ class Buffers:
 
 class BlockPrefetcher:
     """Fetches modules before they run. After `add` for each and `seal`, which is collective, their parameters have
-    values only while the module runs. `is_skipped(block)` says whether a block will not compute in this evaluation.
-
-    Blocks are fetched in the order of adding, and from the second evaluation on as they ran in the one before: those of
-    two stacks may take turns."""
+    values only while the module runs. `is_skipped(block)` says whether a block will not compute in this evaluation."""
 
     def __init__(self, network: nn.Module, source: WeightSource, buffers: Buffers) -> None:
         self.is_skipped: Callable[[nn.Module], bool] = lambda block: False
@@ -181,6 +177,7 @@ class BlockPrefetcher:
     @torch.compiler.disable
     def begin(self, *_: Any) -> None:
         """Makes room for the blocks of an evaluation, and fetches the first one."""
+        # In the order of adding at first, then as they ran in the evaluation before: blocks of two stacks take turns.
         ran, self._ran = list(self._ran), {}
         if len(ran) == len(self._order) and ran != self._order:
             self._run_in(ran)

@@ -1,7 +1,6 @@
 """Sends tensors between the stages of a pipeline, each time after a message of their layout, or that no more come.
 
-The message travels on the CPU, so that a stage knows dtype and shape without asking its device. A send never blocks.
-"""
+The message travels on the CPU, so that a stage knows dtype and shape without asking its device. A send never blocks."""
 
 from collections import deque
 from collections.abc import Sequence

@@ -6,8 +6,7 @@ their outputs; where a block reads tokens that another stage computed, that stag
 is the network's own, on the rank where its numbers are real.
 
 With `OwnedModules` all ranks run the code around these parts on the same real numbers, whatever it does with them. So
-it needs no plan, and is worth its traffic for networks that run once, such as text encoders.
-"""
+it needs no plan, and is worth its traffic for networks that run once, such as text encoders."""
 
 import inspect
 import json
@@ -43,8 +42,7 @@ class PlaceholderBlock(nn.Module):
     """Replaces a block of another stage. Returns NaN in the shapes of the arguments that the block would update: where
     the plan is wrong, NaN reaches the output.
 
-    Reads all other attributes from the block itself, whose weights stay as they are.
-    """
+    Reads all other attributes from the block itself, whose weights stay as they are."""
 
     may_skip = True
 
@@ -86,8 +84,7 @@ class Stages(ExitStack):
 
     Each forward's output is on every rank when it returns, also NaN, which the network itself may give. `in_flight`,
     several forwards follow each other without waiting, and their outputs are real on the last stage until
-    `share_outputs`; so do the turns of token patches.
-    """
+    `share_outputs`; so do the turns of token patches."""
 
     def __init__(self, network: nn.Module, plan: SplitPlan, mesh: ContextMesh, parallelism: Parallelism) -> None:
         super().__init__()

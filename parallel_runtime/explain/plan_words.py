@@ -1,7 +1,6 @@
 """Parts of a plan for its user, for CP Plan and the log: in words, why it was chosen, shares, memory, weights,
 attention kernels; drawn, each rank's part of the sequence, the heads and the weights; and what a VAE's decode costs
-here and divided.
-"""
+here and divided."""
 
 import math
 from collections.abc import Sequence

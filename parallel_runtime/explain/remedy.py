@@ -25,8 +25,7 @@ def instead(check: Check, request: ParallelRequest, refused: Refused) -> tuple[P
     change.
 
     Of what the refusal itself says and each single widget at its default it takes what changes the fewest widgets; if
-    none of these is enough, what this and all further refusals say.
-    """
+    none of these is enough, what this and all further refusals say."""
     own = request.with_values(refused.fix)
     ones = [request.with_values({each.name: each.default}) for each in widgets()]
     working = [_least(check, request, one) for one in (own, *ones) if one != request and refusal(check, one) is None]

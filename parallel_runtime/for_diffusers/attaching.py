@@ -1,6 +1,5 @@
 """Making a transformer context parallel, and plain again: `attach`, `detach`. Takes what a caller of diffusers has:
-PyTorch's DeviceMesh, diffusers' ContextParallelConfig.
-"""
+PyTorch's DeviceMesh, diffusers' ContextParallelConfig."""
 
 import logging
 from collections.abc import Collection, Iterator
@@ -31,8 +30,7 @@ from .processors import Aware, aware, backend_name
 def from_context_parallel_config(config: Any) -> Parallelism:
     """Returns the Parallelism that a diffusers ContextParallelConfig (or a ParallelConfig around one) asks for.
 
-    `ulysses_anything` and `ring_anything` are always on here. A mesh in it goes to `attach`.
-    """
+    `ulysses_anything` and `ring_anything` are always on here. A mesh in it goes to `attach`."""
     config = getattr(config, "context_parallel_config", config)
     mesh = getattr(config, "mesh", None)
     return Parallelism(
@@ -60,8 +58,7 @@ def adopt_mesh(mesh: DeviceMesh, parallelism: Parallelism, device: torch.device 
     """Returns a ContextMesh of the ranks of the caller's DeviceMesh, which may have other dims (fsdp, data).
 
     It must have "ring" and "ulysses", ring first, with the sizes that `parallelism` says, and "data" and "cfg" where
-    those are parallel too; ValueError otherwise. Collective over the mesh, as `build_mesh`.
-    """
+    those are parallel too; ValueError otherwise. Collective over the mesh, as `build_mesh`."""
     _check_dims(mesh, parallelism)
     comm_device = comm_device_of(device or torch.device(mesh.device_type))
     group_state = GroupState()
@@ -136,8 +133,7 @@ def attach(
     every rank. Where one rank has the full sequence, only the attention backend is set. Processors that know no
     backend are replaced by ours where we have one. Raises ValueError, and changes nothing, when it is attached already,
     when plan, mesh and transformer do not fit, when an attention processor cannot be made parallel, or when a cache of
-    diffusers' compares hidden states. A forward raises it for a cache that was enabled later.
-    """
+    diffusers' compares hidden states. A forward raises it for a cache that was enabled later."""
     if hasattr(transformer, PARALLELIZED):
         raise ValueError(f"this {type(transformer).__name__} is attached already; detach it first")
     if getattr(transformer, "_parallel_config", None) is not None:

@@ -59,8 +59,7 @@ def _added(argument: str, streams: Names, *unsplit: str) -> ModulePlan:
     """Returns the plan of a transformer that adds a ControlNet's residuals to tokens of these streams.
 
     They are given in a list or by block, before there are tokens, whose number they tell. Tokens are split before they
-    are added.
-    """
+    are added."""
 
     def split_residuals(residuals: Any, split: Callable[[Any, SplitSpec], Any]) -> Any:
         numbers = [*residuals] if isinstance(residuals, dict) else None

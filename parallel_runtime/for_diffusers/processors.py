@@ -6,8 +6,7 @@ parallel_config=self._parallel_config)`. A processor whose two attributes name o
 reaches us; nothing that diffusers registered itself is changed, and no process-wide setting is touched.
 
 Each processor of ours is diffusers' own, line by line the same arithmetic, with `dispatch_attention_fn` in the place of
-torch's call.
-"""
+torch's call."""
 
 from collections.abc import Iterable
 from functools import cache, partial
@@ -72,8 +71,7 @@ class JointAttention(Aware):
     tokens after them where there are any, of which a mask may hide some as keys.
 
     diffusers also masks the keys of hidden queries, by a mask of all pairs of tokens. Nothing reads those outputs, so a
-    mask of keys suffices.
-    """
+    mask of keys suffices."""
 
     def __call__(
         self, attn: Attention, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None,

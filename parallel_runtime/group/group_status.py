@@ -1,6 +1,5 @@
 """The status of the worker group as one frozen value, which is replaced, never changed: readers need no lock. And the
-last lines that workers printed and this pack logged, by rank, to show them after a failure.
-"""
+last lines that workers printed and this pack logged, by rank, to show them after a failure."""
 
 import logging
 import time

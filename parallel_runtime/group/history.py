@@ -141,9 +141,7 @@ class History:
         paces = several[-1] if several else {}
         ordered = sorted(paces.values(), key=lambda pace: (pace.setup.workers, *pace.setup.degrees.by_name.values()))
         alone = [paces[one].seconds if (one := pace.setup.single_worker) in paces else math.inf for pace in ordered]
-        times = [
-            pace.setup.plausible_speedup(on_one / pace.seconds) for pace, on_one in zip(ordered, alone, strict=True)
-        ]
+        times = [one.setup.plausible_speedup(on_one / one.seconds) for one, on_one in zip(ordered, alone, strict=True)]
         return tuple(replace(pace, speedup=speedup) for pace, speedup in zip(ordered, times, strict=True))
 
     def cost(self, key: Hashable, workers: Sequence[int], steps: int) -> float | None:

@@ -101,8 +101,7 @@ class Processes:
         """Starts every rank, accepts it and waits until the group has formed, which has `connect_timeout` seconds from
         then on to exchange its first tensors. Raises WorkerStartError, with the reason.
 
-        Returns the measured device profile, with the slowest rank's rates.
-        """
+        Returns the measured device profile, with the slowest rank's rates."""
         self._activity.starting(self._placement)
         self._start(time.monotonic() + timeout, watch)
         deadline = time.monotonic() + timeout  # anew: machines that came late take nothing from the workers

@@ -1,8 +1,7 @@
 """Tracks what the workers of a group have and need not be sent again: weight patches, a VAE's weights, and the
 conditions of an evaluation. A network's own weights are never sent, and a SamplingJob always has its conditions.
 
-What workers give back may be written into a `SharedOutput`, which ComfyUI then uses without a copy.
-"""
+What workers give back may be written into a `SharedOutput`, which ComfyUI then uses without a copy."""
 
 import mmap
 import os

@@ -1,9 +1,5 @@
 """The one worker group of this process: started when first needed, replaced when it is dead or does not match, ended
-when nobody has used it for long enough.
-
-What devices measured is remembered, also from one start of ComfyUI to the next: the noise of another measurement must
-not change how the same run is split, and with that its rounding.
-"""
+when nobody has used it for long enough."""
 
 import atexit
 import json
@@ -34,6 +30,8 @@ CLOSE_SECONDS = 1.0
 IDLE_SECONDS = seconds_from("CP_IDLE_SECONDS", 0)  # 0: an idle group never ends
 
 
+# Also from one start of ComfyUI to the next: the noise of another measurement must not change how the same run is
+# split, and with that its rounding.
 class Measured:
     """The first DeviceProfile of each placement, until one differs by more than noise; kept in the file `path`."""
 
@@ -122,8 +120,7 @@ class Runtime:
         of this moment or, between two evaluations of a run, of the last one.
 
         `watch` is called while we wait for it; what it raises ends the waiting. Raises WorkerStartError, and Refused
-        where a callback of this thread's own run asks.
-        """
+        where a callback of this thread's own run asks."""
         self.awaited = True
         try:
             with self._locked(watch):
@@ -172,8 +169,7 @@ class Runtime:
 
     def restart(self, reason: str, comfy: ComfySetup | None) -> bool:
         """Ends the group, also during a run, which fails with `reason`, and starts another like it on another thread,
-        also after a failed start. Returns False if there is none to restart and none is starting.
-        """
+        also after a failed start. Returns False if there is none to restart and none is starting."""
         group, now = self.group, self._activity.now
         self.history.expect_nobody()
         if group is None:

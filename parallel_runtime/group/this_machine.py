@@ -1,6 +1,5 @@
 """What this machine offers a group: an address that others can reach (`rdzv_endpoint`, IPv4 only), the packages that a
-plan needs, and the limits in its environment: seconds, and memory for each worker.
-"""
+plan needs, and the limits in its environment: seconds, and memory for each worker."""
 
 import array
 import contextlib

@@ -122,8 +122,7 @@ class SilenceLimits:
 
     A cancelled rank has at most the remainder of one step, plus `cancel`: of the longest step so far, known after the
     first or from earlier requests (`longest_step`). After a refusal the ranks that sample are at the same place, and
-    have `cancel` seconds to refuse too; otherwise they wait in a collective forever.
-    """
+    have `cancel` seconds to refuse too; otherwise they wait in a collective forever."""
 
     def __init__(self, ranks: int, *, load: float, stall: float, cancel: float, longest_step: float = 0.0) -> None:
         self.cancelled = False

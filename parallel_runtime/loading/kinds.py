@@ -1,8 +1,7 @@
 """The kinds of values that workers get: for each a row of KINDS, with what is sent of one and what makes it again.
 
 Only names of code and plain values travel, beside tensors, never code; names outside of ComfyUI are refused
-(code_names.py), and nothing is evaluated.
-"""
+(code_names.py), and nothing is evaluated."""
 
 from __future__ import annotations
 

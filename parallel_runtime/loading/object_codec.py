@@ -2,8 +2,7 @@
 places is described and made once. Both sides of each kind of values stand in kinds.py.
 
 What code of a pack has changed during a run is described in the worker (`Rebuilder.changes`), and given to the same
-values of ComfyUI's process (`Describer.take_back`).
-"""
+values of ComfyUI's process (`Describer.take_back`)."""
 
 from __future__ import annotations
 

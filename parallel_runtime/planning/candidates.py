@@ -2,8 +2,7 @@
 filter.
 
 The default plan is the preferred one where neither sizes nor measurements are known. Degrees that the request leaves
-open (0) are filled in: the two branches of guidance first, then Ulysses as far as the heads divide, then the ring.
-"""
+open (0) are filled in: the two branches of guidance first, then Ulysses as far as the heads divide, then the ring."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence

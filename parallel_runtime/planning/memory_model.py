@@ -4,8 +4,7 @@ MemoryModel.fits decides whether a plan fits, with two reserves. ACTIVATION_RESE
 beside the weights, and a ControlNet once more, also where a ring's all-gather, shares and stages are chosen; a network
 without a split plan counts as one without activations, as nothing tells its tokens. UNFILLED_SHARE of the budget stays
 empty where `auto` fills a device with blocks, and where blocks are shared out to the stages of a pipeline if all have
-so much: it is for what is not counted.
-"""
+so much: it is for what is not counted."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ class Capacity:
     """The memory that workers may use: `device_bytes` each of its device, `host_bytes` those of a machine of main RAM,
     together; None: no limit. Where budgets differ `ranks` has each, in rank order, and `device_bytes` is the least.
 
-    `limited_by` names the setting that limits them, "" where free memory does.
-    """
+    `limited_by` names the setting that limits them, "" where free memory does."""
 
     device_bytes: int | None = None
     host_bytes: int | None = None

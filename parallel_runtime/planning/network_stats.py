@@ -1,6 +1,5 @@
 """A network in numbers, what a run asks of it, and the blocks of each stage of a pipeline, with their weights and
-work.
-"""
+work."""
 
 from __future__ import annotations
 

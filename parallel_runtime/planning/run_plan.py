@@ -2,8 +2,7 @@
 and to take.
 
 The inputs are what the user asked for, the network, and what devices measured when their workers met: how fast each
-computes, and how fast they exchange.
-"""
+computes, and how fast they exchange."""
 
 from __future__ import annotations
 
@@ -170,8 +169,7 @@ class PlanInputs:
     The rest is known when a run begins. `profile` and `capacity` are of all devices that the request may use,
     `profiles` of groups that have met. `live` are the running workers, `shares` those that they have learnt by degrees
     (without shares), `before` where they have the weights; `keeps_placement`: these stay there. `only` are the workers
-    that a plan is for, None: any. `compared`: fewer devices are candidates even if the user named all.
-    """
+    that a plan is for, None: any. `compared`: fewer devices are candidates even if the user named all."""
 
     request: ParallelRequest
     network: NetworkStats = field(default_factory=NetworkStats)

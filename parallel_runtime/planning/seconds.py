@@ -1,8 +1,7 @@
 """How long an evaluation takes by these degrees, from the sizes of network and sequence and what the devices measured.
 
 Ulysses waits for its all-to-alls; a ring hides a transfer behind the attention of the block it has, if the block is
-long enough. Both cost packing, a ring also merging; and an evaluation lasts as long as its launches, at least.
-"""
+long enough. Both cost packing, a ring also merging; and an evaluation lasts as long as its launches, at least."""
 
 from dataclasses import replace
 

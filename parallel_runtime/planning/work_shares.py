@@ -1,8 +1,7 @@
 """Shares of the work for each worker: those of a CP Parallel Config, or whole numbers in proportion to measurements.
 
 Those of `auto` are learnt from how long each rank computed in real steps. Shares change only between runs, and
-settle: another share is another shape, to be recorded or compiled anew.
-"""
+settle: another share is another shape, to be recorded or compiled anew."""
 
 import logging
 from collections.abc import Sequence

@@ -5,8 +5,7 @@ host -> each rank       Welcome  Measure  MapOutput (with memory)  Run (with a b
 rank -> host            Ready  Connected  Joined  Heartbeat  Step (with a bundle)  Done (rank 0: with a bundle)  Failed
 machine -> host         Machine  Ended
 torchrun -> who has started it  Ended
-host -> machine         Invitation  Denied
-"""
+host -> machine         Invitation  Denied"""
 
 from __future__ import annotations
 

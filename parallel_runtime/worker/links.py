@@ -1,7 +1,6 @@
 """What ranks send each other beside a network's forward: from rank 0, over gloo, the payload of a job; checks
 that all machines have the same model files, and that what is sent arrives; and how fast this rank computes and sends
-blocks, measured once, in a fraction of a second, when the group starts.
-"""
+blocks, measured once, in a fraction of a second, when the group starts."""
 
 import os
 import time

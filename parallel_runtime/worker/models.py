@@ -178,8 +178,7 @@ class Models:
     """The models and VAEs of this rank, by their specs without patches. The meshes of their degrees are kept, and those
     that were used last: to make communicators takes time, and each takes memory of a GPU.
 
-    `loaders` are by the kind of the job that needs a model.
-    """
+    `loaders` are by the kind of the job that needs a model."""
 
     def __init__(self, device: torch.device, loaders: Mapping[type, Load]) -> None:
         self.group_state = GroupState()

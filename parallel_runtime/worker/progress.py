@@ -181,8 +181,7 @@ class Progress:
 class Previews:
     """Sends a step's latents to the host without making the device wait: once their copy is in main memory.
 
-    One copy is pending at most: a step that comes meanwhile is dropped.
-    """
+    One copy is pending at most: a step that comes meanwhile is dropped."""
 
     def __init__(self) -> None:
         self._arrived: Callable[[], bool] = lambda: False

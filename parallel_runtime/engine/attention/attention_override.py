@@ -2,10 +2,7 @@
 
 Knows no plan as a whole: scopes say over which streams the attention that runs now is. To torch.compile it is one
 operator: what it decides by changes while a graph runs. Modules that call attention without transformer_options get
-their names for it wrapped. All networks of a process share them, so a name is restored after the last network.
-"""
-
-from __future__ import annotations
+their names for it wrapped. All networks of a process share them, so a name is restored after the last network."""
 
 import sys
 from collections import Counter
@@ -79,8 +76,7 @@ class BackendOverride:
 
     `active_scopes` are the indices of the entered scopes, innermost last; `previous` is an override set by a node.
     `preferred` are the functions that the file chose for the attentions that run now, which ComfyUI calls where no node
-    has an override.
-    """
+    has an override."""
 
     def __init__(self, backend: AttentionBackend) -> None:
         self.active_scopes: list[int] = []

@@ -34,8 +34,7 @@ class AttentionLayout:
     """The sizes and transfers of one attention: computed once a forward, from shapes alone, so the same on all ranks.
 
     `key_counts` are the numbers of key tokens at each ring index. `repeat_keys`: repeat key heads first, so that each
-    query head has its own.
-    """
+    query head has its own."""
 
     queries: LocalTokens
     keys: LocalTokens
@@ -51,8 +50,7 @@ class ContextAttention:
     `fallback` attends where keys are full and no kernel is chosen: [B, tokens, H, D] each and a mask [B, 1 or H,
     1 or queries, keys], once for each of at most `max_chunks` parts of the heads. It gets tokens rank by rank or, for
     a function that depends on their order, `in_order` of the full streams. With PipeFusion ranks may have the tokens of
-    one token patch, and cached keys of the others.
-    """
+    one token patch, and cached keys of the others."""
 
     mesh: ContextMesh
     parallelism: Parallelism
@@ -72,8 +70,7 @@ class ContextAttention:
         """Returns the rows of the full attention of this rank's local tokens; tensors are [B, local tokens, H, D].
 
         Keys and values may have fewer heads, each for a group of neighbouring query heads. `mask` is a key-padding
-        mask, see `gather_key_mask`, or a full mask of pairs, see `pair_mask`. Collective over the context ranks.
-        """
+        mask, see `gather_key_mask`, or a full mask of pairs, see `pair_mask`. Collective over the context ranks."""
         if torch.compiler.is_compiling():
             return dispatch.attend_op(query, key, value, mask, scale, self._op_id, [])
         return self._run(query, key, value, mask, scale)

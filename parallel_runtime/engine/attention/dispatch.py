@@ -4,11 +4,7 @@
 Tensors are [batch, tokens, heads, head_dim], of any strides with a contiguous last dim; keys and values may have fewer
 heads, each for a group of neighbouring query heads. The kernel is the requested one, else the first row of KERNELS that
 auto takes on these GPUs. Every rank must have it, and compute correctly with it in one small attention; all choose the
-same. Nothing is timed: at every start the same GPUs choose the same kernel, and give the same bits. To torch.compile
-any attention is one operator, `attend_op`.
-"""
-
-from __future__ import annotations
+same. To torch.compile any attention is one operator, `attend_op`."""
 
 import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -126,8 +122,7 @@ def attend_block(
     """Attends over one block of keys: returns the output [B, Sq, H, D] and its log-sum-exp [B, Sq, H, 1], float32.
 
     `bias` is [B, 1 or H, 1 or Sq, Sk], finite (see `masks.additive`). Where it hides the whole block the output is
-    finite and its log-sum-exp hugely negative. What `backend` has no kernel for goes where it would with "native".
-    """
+    finite and its log-sum-exp hugely negative. What `backend` has no kernel for goes where it would with "native"."""
     key, value = repeat_kv(key, query.shape[2]), repeat_kv(value, query.shape[2])
     if (kernel := FUNCTIONS.get(backend)) is not None:
         result = _try(
@@ -254,6 +249,7 @@ def choose_kernel(
     graph. Collective over `mesh_dim` for a new kind."""
     if backend in ("native", FALLBACK):
         return backend
+    # None is timed: at every start the same GPUs choose the same kernel, and give the same bits.
     for name in _candidates(backend, query.device, recorded):
         if _works_on_all(name, query, kind, mesh_dim, requested=name == backend):
             return name

@@ -2,8 +2,7 @@
 
 A block is given such a function, has it as a method, or calls torch's. After an all-to-all a rank has every token of
 its heads, as one process has of all heads, so the function is called once and as it is: with the masks, segments and
-kept keys that it closes over. With more ranks than heads, a rank without heads calls it with one head of zeros.
-"""
+kept keys that it closes over. With more ranks than heads, a rank without heads calls it with one head of zeros."""
 
 from collections.abc import Callable
 from functools import partial

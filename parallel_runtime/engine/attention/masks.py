@@ -24,8 +24,7 @@ class Mask:
     keys], bool or additive float, keys in context order.
 
     What layers ask for repeatedly is cached. `kind` is the same on all ranks, however few heads and
-    queries one has.
-    """
+    queries one has."""
 
     def __init__(self, pairs: Tensor, kind: MaskKind) -> None:
         self.pairs = pairs
@@ -94,8 +93,7 @@ def gather_key_mask(mask: Tensor, batch: int, heads: int, streams: Streams, name
 
     `mask` is [B, S] bool or int (non-zero: attend), [B, S] additive float, or [B, 1 or heads, 1, S] of either; `names`
     are the attention's streams, in the order in which its keys are concatenated. Raises Refused for masks that differ
-    between queries: a rank sees only its own.
-    """
+    between queries: a rank sees only its own."""
     keys = _tokens_first(mask, batch, heads)
     sizes, total = streams.tokens_by_rank(names), streams.total(names)
     local = sizes[mesh_dim.index]

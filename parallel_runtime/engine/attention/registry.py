@@ -1,6 +1,5 @@
 """The function of every kernel in accelerators.KERNELS, as PyTorch and the packages of that table have it. Knows no
-ranks and no other way to attend.
-"""
+ranks and no other way to attend."""
 
 import importlib
 from collections.abc import Callable

@@ -8,8 +8,7 @@ one shape and dtype. Both are packed by `cat` in 4 dims, which is one kernel on 
 
 Ulysses is one all-to-all each way, over chunks and counts of any size. On the wire tokens come first, and what belongs
 to one token lies together, [tokens, batch, heads, head_dim]: what arrives from all ranks is then one tensor, whatever
-each had, and needs no copy.
-"""
+each had, and needs no copy."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -109,8 +108,7 @@ def rotate(
     """Yields (owner's index, keys and values): blocks travel from rank to rank, one hop while the caller computes.
 
     mesh_dim.size - 1 hops. Ask for the next block only after launching all work on the last one. With `streams` the
-    next layer's messages get the same memory, unless they are large.
-    """
+    next layer's messages get the same memory, unless they are large."""
     slots = _slots(block[0], key_counts, mesh_dim, streams)
     # A copy, to be sent: attention reads the local block from its original memory.
     torch.cat(block, out=slots[0][1].flatten(0, 1))
@@ -190,8 +188,7 @@ class AllToAllLayout:
 
     `runs` are of every tensor; `tokens` are each rank's, `heads` this rank's of each tensor. Elements are counted
     for each peer: `by_heads` are what this rank's tokens have for it, `by_tokens` what its own have for this rank.
-    `even`: all counts of all ranks are the same, on which every rank must agree.
-    """
+    `even`: all counts of all ranks are the same, on which every rank must agree."""
 
     runs: tuple[tuple[HeadRun, ...], ...]
     heads: Counts
@@ -245,8 +242,7 @@ class HeadChunk:
     """Heads that are sent and attended to together; `first` is the first of this rank's query heads in it.
 
     `outbound` is one layout for queries, keys and values, or, where keys are other tokens, one for queries and one for
-    keys and values; `inbound` is that of the output.
-    """
+    keys and values; `inbound` is that of the output."""
 
     number: int
     first: int

@@ -6,13 +6,7 @@ CPU tensors: with gloo, tensors on a GPU are staged through the CPU (`MeshDim.co
 
 In float8 tensors have half of the bytes of bfloat16, and are not exact. Each head of a token has a scale of its own,
 which lies behind its numbers: whatever cuts, sends or joins tokens and heads takes it along. Two ranks that are sent
-the same bytes compute the same.
-
-A rank that leaves the loop, or skips blocks, alone leaves the others waiting in a collective forever. So no rank may
-act on what only it has seen (a message, a threshold, a failure) before it has asked by `any_rank` and its kin, which
-gather ints on the CPU. Of quantised layers only nvfp4's need one scale for all ranks: other formats have a scale for
-each token, or one in the file.
-"""
+the same bytes compute the same."""
 
 import sys
 import time
@@ -51,8 +45,7 @@ class Pending:
     """A transfer under way. Its buffers may not be touched before `wait`, which returns what was received.
 
     The collective writes `recv_buffers`; `wait` copies them to `outputs` where they differ. `group_state` counts the
-    seconds that this process waited. NCCL waits on the device instead, which `comm_timer` measures if it is set.
-    """
+    seconds that this process waited. NCCL waits on the device instead, which `comm_timer` measures if it is set."""
 
     works: Sequence[dist.Work]
     recv_buffers: Sequence[Tensor]
@@ -93,8 +86,7 @@ def all_gather_v(chunk: Tensor, sizes: Sequence[int], mesh_dim: MeshDim) -> Pend
     """Starts an all-gather along dim 0: `chunk` [sizes[index], ...] of every rank makes [sum(sizes), ...], in rank
     order.
 
-    Point to point, straight into place: nothing is padded, and on gloo it is faster than its all-gather.
-    """
+    Point to point, straight into place: nothing is padded, and on gloo it is faster than its all-gather."""
     output = allocate((sum(sizes), *chunk.shape[1:]), chunk)
     return _all_gather_p2p(output, chunk.contiguous(), range(mesh_dim.size), sizes, mesh_dim)
 
@@ -187,6 +179,10 @@ def from_float8(packed: Tensor, dtype: torch.dtype) -> Tensor:
 
 FINGERPRINT_DIGITS = 15  # in base 16: what fits into an int64
 
+# A rank that leaves the loop, or skips blocks, alone leaves the others waiting in a collective forever. So no rank may
+# act on what only it has seen (a message, a threshold, a failure) before it has asked by these, which gather ints on
+# the CPU.
+
 
 def all_gather_ints(numbers: Sequence[int], dim: MeshDim | None = None) -> list[list[int]]:
     """Returns the `numbers` of each rank of `dim` in order: equally many ints of 63 bits. Collective over `dim`, or
@@ -233,6 +229,7 @@ def refuse_on_all_ranks(dim: MeshDim | None = None) -> Iterator[None]:
 
 
 _ACT = ("input_act", "act_weight", "act_eps")  # arguments of a layer of ComfyUI's
+# Of quantised layers only these need one scale for all ranks: others have one for each token, or one in the file.
 _NVFP4_LAYOUT = "TensorCoreNVFP4Layout"
 _NVFP4_LARGEST = 448.0 * 6.0  # what a block's scale (e4m3) and a code (e2m1) reach: comfy_kitchen's nvfp4.py
 
@@ -242,8 +239,7 @@ def shared_input_scales(network: nn.Module, context: MeshDim) -> Iterator[None]:
     """Within this context every nvfp4 layer without an `input_scale` quantises by the largest input of all `context`
     ranks.
 
-    All ranks must call such a layer equally often, even without tokens.
-    """
+    All ranks must call such a layer equally often, even without tokens."""
     # One that a rank's GPU cannot multiply in nvfp4 runs in full precision on all ranks, which would otherwise wait for
     # that rank's input.
     modules = network.modules() if context.size > 1 else ()

@@ -1,7 +1,6 @@
 """This rank's place among pipeline x data x cfg x ring x ulysses ranks, with the groups to talk to.
 
-Built once, then frozen.
-"""
+Built once, then frozen."""
 
 from __future__ import annotations
 
@@ -45,8 +44,7 @@ class MeshDim:
 
     `comm_device` is where collectives need their tensors if they cannot use this rank's device (None: they can).
     `group_state` is one object for all dimensions of a group. Work along this one is split by `shares`, one a rank; ()
-    for equal parts.
-    """
+    for equal parts."""
 
     size: int = 1
     index: int = 0
@@ -114,8 +112,7 @@ def build_mesh(
     so far.
 
     Every rank of the group must call it together, once per shape: groups are made here. A world of one rank needs
-    no process group. Raises ValueError when the degrees and the group disagree.
-    """
+    no process group. Raises ValueError when the degrees and the group disagree."""
     single_rank = MeshDim(group_state=group_state or GroupState())
     if parallelism.world_size == 1:
         return ContextMesh(context=single_rank)
@@ -167,8 +164,7 @@ def participating_ranks(sizes: Sequence[int], device: torch.device) -> MeshDim |
     """Returns the ranks, of the first ones of the world, that have a nonzero size in `sizes`, with these as their
     shares; they compute on `device`. None where this rank is none of them.
 
-    No group is made: point to point, and so in everything in collectives.py, any ranks of the world may talk.
-    """
+    No group is made: point to point, and so in everything in collectives.py, any ranks of the world may talk."""
     ranks = tuple(rank for rank, size in enumerate(sizes) if size)
     own = dist.get_rank() if dist.is_initialized() else 0
     if own not in ranks:

@@ -2,8 +2,7 @@
 before it has ended, and free memory, the device's and the machine's.
 
 Ranks meet through a store that the host has made: first the torchruns, whose node ranks are fixed, then the ranks.
-torchrun's own rendezvous of several machines unpickles whatever lies in its store.
-"""
+torchrun's own rendezvous of several machines unpickles whatever lies in its store."""
 
 from __future__ import annotations
 
@@ -96,8 +95,7 @@ def join(device: torch.device, store: str, *, through_main_memory: bool) -> None
     share a device.
 
     `store` is a place for `store_at`. With ONE_CARD set ranks that share a GPU use NCCL all the same, through
-    sockets: to try NCCL's code where there is one GPU.
-    """
+    sockets: to try NCCL's code where there is one GPU."""
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index or 0)
     if world_size() == 1:
@@ -215,8 +213,7 @@ class BlockCounter:
     take minutes, and only this tells it from one that hangs.
 
     The device itself copies its count to main memory. To ask its driver would have to wait while another thread's call
-    does, such as one that pins memory and returns when all work launched before it has ended.
-    """
+    does, such as one that pins memory and returns when all work launched before it has ended."""
 
     def __init__(self, device: torch.device) -> None:
         self._computed = torch.zeros(1, dtype=torch.int64, device=device)

@@ -8,8 +8,7 @@ hooked, so padding in a forward, caches of time chunks and copied blocks are han
 and sends them to rank 0, which blends all of them as one process would. With two equal ranks and three tiles rank 0
 computes tiles 0 and 2, and rank 1 tile 1. Each rank runs the whole method, so that all see the same tiles in the same
 order; where another rank's tile would be needed, a rank other than 0 goes on with a tensor of its shape that has no
-values.
-"""
+values."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -80,8 +79,7 @@ class Conversion:
         this rank only. Collective.
 
         Finds what the mode cannot see of functions that read other rows (indexing, concatenation, products along rows).
-        Returns the relative L2 distance of this rank's rows, for an input like `x`; NaN where they are not finite.
-        """
+        Returns the relative L2 distance of this rank's rows, for an input like `x`; NaN where they are not finite."""
         ranks, dim, unit = full_share.ranks, full_share.dim, x.shape[full_share.dim] // sum(full_share.units)
         total = 2 * ranks.size
         share = Share(ranks=ranks, dim=dim, units=(2,) * ranks.size)

@@ -1,8 +1,7 @@
 """ComfyUI's patches inside a UNet that is split by rows: each sees full tensors and full shapes, and its output is
 split. The attention between two patches of a block is computed in full on every rank.
 
-Knows the kinds of patches by ComfyUI's names, and no single patch.
-"""
+Knows the kinds of patches by ComfyUI's names, and no single patch."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

@@ -1,9 +1,5 @@
 """torch's functions on this rank's rows of a larger tensor: with the neighbours' rows, with all ranks' statistics or
-keys, on these rows only where no other matters, or refused.
-
-A convolution is computed with zeros for the neighbours' rows while these travel; then the rows at an inner edge are
-computed again. No activation is copied for its halo.
-"""
+keys, on these rows only where no other matters, or refused."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -103,6 +99,7 @@ def _convolve_edges(
     """Convolves, and computes the rows at inner edges again. `across` is `padding` without that along the split dim."""
     dim, rows, pad = share.dim, x.shape[share.dim], padding[share.dim]
     neighbour_rows = fetch_neighbour_rows(share, x, pad, pad)
+    # With zeros for the neighbours' rows while these travel: so no activation is copied for its halo.
     y = run(x, padding=tuple(padding))
     top, bottom = neighbour_rows()
     if top is not None:

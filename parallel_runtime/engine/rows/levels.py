@@ -1,7 +1,6 @@
 """The rows (dim -2) or columns (dim -1) of every activation that each rank computes, and the neighbours' rows at its
 edges, which travel while the inside is computed; the mode in which functions of torch go by them; and, for a UNet, the
-rows of each of its levels, as pictures and as streams of tokens.
-"""
+rows of each of its levels, as pictures and as streams of tokens."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -145,8 +144,7 @@ class Levels(Share):
         level 0    0 1  2 3  4 5 6 7 | 8 9  10
 
     The level of a tensor follows from its side that is not split, which is the same on all ranks. `source` is this
-    rank's rows of a picture and the full picture, if every rank has it: neighbours' rows need not travel then.
-    """
+    rank's rows of a picture and the full picture, if every rank has it: neighbours' rows need not travel then."""
 
     rows: int
     across: int

@@ -4,8 +4,7 @@ of the latent.
 Convolutions and group norms are handled in the functions that their modules call, attention by ComfyUI's override. All
 other layers see only this rank's rows. Where a latent has too few rows for the ranks, or a patch makes a picture of no
 level's size, every rank computes that evaluation in full, by itself. A UNet's ControlNet runs on the same rows, and
-returns only this rank's rows of each residual, which the UNet expects.
-"""
+returns only this rank's rows of each residual, which the UNet expects."""
 
 import inspect
 from collections.abc import Callable, Iterator

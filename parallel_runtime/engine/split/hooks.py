@@ -2,8 +2,7 @@
 torch that read other ranks' tokens without attention (sums over tokens, and convolutions along them).
 
 The hooks run outside of whatever wraps a module's forward (offloading, caching), in any order of attaching. Modules
-that reshape their tokens by frames receive this rank's tokens padded to full frames, each with its own keys.
-"""
+that reshape their tokens by frames receive this rank's tokens padded to full frames, each with its own keys."""
 
 from __future__ import annotations
 

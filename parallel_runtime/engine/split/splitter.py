@@ -1,7 +1,6 @@
 """Applies a split plan to the values of one forward: splits full ones over the ranks, gathers them again.
 
-Knows no module and no attention.
-"""
+Knows no module and no attention."""
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
@@ -117,8 +116,7 @@ class Splitter(Streams):
     def matching_spec(self, value: Any, specs: list[Any], where: str) -> Any:
         """Returns the spec whose streams have as many tokens as the full `value`, at the first block of a stack.
 
-        Chosen once a forward: later the full streams of one spec may be as long as a rank's part of another's.
-        """
+        Chosen once a forward: later the full streams of one spec may be as long as a rank's part of another's."""
         key = tuple(specs)
         if key not in self._matching_specs:
             length = (value if isinstance(value, Tensor) else value[0]).shape[specs[0].dim]

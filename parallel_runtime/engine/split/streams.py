@@ -1,13 +1,11 @@
 """The token streams of the forward in progress: their lengths, and which of their tokens each rank has; and PipeFusion,
 their tokens in patches, which follow one another through the stages of a pipeline.
 
-Chunk sizes follow from the global token count only, so that no size is ever sent. Values that depend only on the
-lengths, and scratch memory that layers share, are cached here until the forward is over.
+Values that depend only on the lengths, and scratch memory that layers share, are cached here until the forward is over.
 
 A token patch attends to the keys and values of all tokens: this evaluation's for the patches before it, the previous
 step's for the patches after it. Text goes with the first patch. A branch's first evaluation processes all tokens at
-once, and is exact.
-"""
+once, and is exact."""
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -174,6 +172,7 @@ T = TypeVar("T")
 GatherFull = Callable[[Tensor, int], Tensor]
 
 
+# From the global count of tokens only, so that no size is ever sent.
 @lru_cache(maxsize=4096)
 def chunk_sizes(total: int, parts: Parts) -> tuple[int, ...]:
     """Returns the sizes of contiguous chunks of `total` items: of `parts` equal chunks, or in proportion to these
@@ -181,8 +180,7 @@ def chunk_sizes(total: int, parts: Parts) -> tuple[int, ...]:
 
     Each size is the chunk's quota, rounded up where rounding down would lose most, the earlier chunk first. So equal
     shares differ by at most one item, larger chunks first. A chunk is empty where its share is 0 or too small for an
-    item. Every split of tokens and bytes follows this rule.
-    """
+    item. Every split of tokens and bytes follows this rule."""
     assert total >= 0
     shares = (1,) * parts if isinstance(parts, int) else parts
     share_sum = sum(shares)
@@ -208,8 +206,7 @@ class LocalStream:
     them from `chunk_start` on.
 
     A split stream has only its chunk, a replicated one all tokens. For an empty chunk the rank has one dummy token,
-    which no attention and no gather sees: layers of diffusers reshape with -1, and fail on tensors of no elements.
-    """
+    which no attention and no gather sees: layers of diffusers reshape with -1, and fail on tensors of no elements."""
 
     local_tokens: int
     chunk_start: int
@@ -258,8 +255,7 @@ class Streams:
     """The streams of one forward, split over the ranks of `mesh_dim`. Cleared between forwards.
 
     Every rank has all tokens of a `replicated` stream, and computes attention for its chunk of them. With `pipefusion`
-    only the tokens of the current patch are split.
-    """
+    only the tokens of the current patch are split."""
 
     def __init__(
         self, mesh_dim: MeshDim, replicated: frozenset[str] = frozenset(), pipefusion: PipeFusion | None = None

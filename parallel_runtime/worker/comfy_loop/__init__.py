@@ -1,7 +1,6 @@
 """ComfyUI's own sampling loop on this rank, around its own networks. Knows no model family.
 
-Imports the host's ComfyUI as `comfy`, with the host's flags, on this rank's device.
-"""
+Imports the host's ComfyUI as `comfy`, with the host's flags, on this rank's device."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ def import_comfyui(setup: ComfySetup, device: torch.device) -> None:
     """Imports the ComfyUI at `setup.root`. Raises ImportError where there is none, Refused for another version than the
     host's or one that does not obey the `OFF` flags.
 
-    Its root goes first on the path, as in the host: `import nodes` in ComfyUI's code means its nodes, not ours.
-    """
+    Its root goes first on the path, as in the host: `import nodes` in ComfyUI's code means its nodes, not ours."""
     sys.path.insert(0, setup.root)
     sys.path += [os.path.join(setup.root, path) for path in setup.paths]
     import comfy.options

@@ -300,8 +300,7 @@ def recordable_arguments(kwargs: dict[str, Any], attention: Any) -> dict[str, An
     """Returns the `kwargs` of a network's call without options that its code does not read; `attention` is ours.
 
     Raises Unrecordable for code that runs inside the network: it may decide by value, or change from step to step;
-    and for tensors in lists or dicts, where the network may store its own, as causal Wan does.
-    """
+    and for tensors in lists or dicts, where the network may store its own, as causal Wan does."""
     if (all_options := kwargs.get(OPTIONS)) is None:
         return kwargs
     options = {name: value for name, value in all_options.items() if name not in UNUSED_OPTIONS}

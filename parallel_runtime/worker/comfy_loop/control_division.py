@@ -1,8 +1,7 @@
 """Divides the ControlNets of one run on this rank: the entries of a batch over batch groups, and the forward over the
 ranks of one sequence, like the network that their residuals are added to. ComfyUI's own loop calls them.
 
-In a run with a UNet all residuals are this rank's rows: full ones are split before they are added to others.
-"""
+In a run with a UNet all residuals are this rank's rows: full ones are split before they are added to others."""
 
 from __future__ import annotations
 

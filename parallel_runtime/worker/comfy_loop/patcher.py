@@ -91,8 +91,7 @@ class RankPatcher(Mapped):
     """Loads the full model to the device, except its `offload_set`. Where patches change, it merges the new ones into
     the file's weights, and leaves weights without patches as they are.
 
-    `on_progress` is called with the share of the modules that is on the device.
-    """
+    `on_progress` is called with the share of the modules that is on the device."""
 
     weight_state: WeightState
     on_progress: Callable[[float], None]

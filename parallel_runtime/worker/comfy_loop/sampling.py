@@ -5,8 +5,7 @@ evaluate its own branches, whatever their prompt lengths and areas, and gathers 
 cache needs them one by one; PipeFusion reads the noise level there.
 
 `Unchanged` finds what a pack's code puts onto a network meanwhile, in place of its methods or modules: a split one
-would compute with a part of the tokens, and another one may have been recorded without it.
-"""
+would compute with a part of the tokens, and another one may have been recorded without it."""
 
 from __future__ import annotations
 
