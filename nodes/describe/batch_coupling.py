@@ -40,8 +40,8 @@ AROUND = (WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL, CallbacksMP.ON_APP
 
 
 def is_batch_coupled(model: ModelPatcher, options: dict[str, Any]) -> bool:
-    """Must every worker evaluate all prompts and images with these model options? A wrapper around the network
-    (EasyCache) may decide for all by one of them, and SelfAttentionGuidance keeps one prompt's attention."""
+    """Must every worker evaluate all prompts and images with these model options?"""
+    # A wrapper (EasyCache) may decide for all by one of them, and SelfAttentionGuidance keeps one prompt's attention.
     around = bool(wrappers_of(model, options, WrappersMP.DIFFUSION_MODEL)) or keeps_state(model, options)
     return around or network_couples_batch(native_network(model), options.get("transformer_options", {}))
 
@@ -53,8 +53,9 @@ def network_couples_batch(network: nn.Module, options: dict[str, Any]) -> bool:
 
 
 def network_couples_images(network: nn.Module) -> bool:
-    """Does `network` compute the images of a prompt together? Its plan may say so; and one that reads which prompts its
-    batch has goes by the places of images in it (SeedVR2 swaps halves, Trellis2 has the voxels of all in one table)."""
+    """Does `network` compute the images of a prompt together?"""
+    # Its plan may say so; and one that reads which prompts its batch has goes by the places of images in it: SeedVR2
+    # swaps halves, Trellis2 has the voxels of all in one table.
     known, methods = architecture_of(network), inspect.getmembers(type(network), inspect.isfunction)
     reads_prompts = any("cond_or_uncond" in method.__code__.co_consts for _, method in methods)
     return reads_prompts or (known is not None and known.images_coupled(network))

@@ -206,8 +206,8 @@ class RemoteEvaluation:
 
 
 def _outside_malloc_graph() -> AbstractContextManager[Any]:
-    """A context in which memory that is allocated belongs to no recording of a later ComfyUI's, which around some
-    networks repeats the addresses of the step before."""
+    """A context in which memory that is allocated belongs to no recording of ComfyUI's."""
+    # Later versions repeat, around some networks, the addresses of the step before.
     pause = getattr(sys.modules.get("comfy.model_prefetch"), "pause_malloc_graph", nullcontext)
     context: AbstractContextManager[Any] = pause()
     return context

@@ -115,6 +115,7 @@ def _read() -> Any:
         except OSError:
             return None
         except (ValueError, RecursionError):
+            # ComfyUI may be in the middle of writing it.
             time.sleep(READ_PAUSE_SECONDS)
     log.warning("[CP] %s is not valid JSON; CP Sampler uses its default settings", settings_file())
     return None

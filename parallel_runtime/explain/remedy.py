@@ -22,10 +22,9 @@ class Change:
 
 def instead(check: Check, request: ParallelRequest, refused: Refused) -> tuple[ParallelRequest, Refused]:
     """Returns the nearest request that `check`, which raises Refused, lets pass; and the refusal, which says what to
-    change.
-
-    Of what the refusal itself says and each single widget at its default it takes what changes the fewest widgets; if
-    none of these is enough, what this and all further refusals say."""
+    change."""
+    # Of what the refusal itself says and each single widget at its default, what changes the fewest widgets; if none of
+    # these is enough, what this and all further refusals say.
     own = request.with_values(refused.fix)
     ones = [request.with_values({each.name: each.default}) for each in widgets()]
     working = [_least(check, request, one) for one in (own, *ones) if one != request and refusal(check, one) is None]

@@ -177,8 +177,8 @@ def _rebuild_function(node: Node, make: Rebuilder) -> FunctionType:
 
 
 def _decorator(value: Any) -> str:
-    """Names the one of DECORATORS that has made this function of another one, its `__wrapped__`; "" for other values.
-    What they make refers to itself, or is torch's."""
+    """Names the one of DECORATORS that has made this function of another one, its `__wrapped__`; "" for others."""
+    # What they make refers to itself, or is torch's.
     if not isinstance(value, FunctionType) or not hasattr(value, "__wrapped__"):
         return ""
     if value.__globals__ is vars(comfy.ldm.modules.attention):

@@ -128,8 +128,8 @@ class MemoryModel:
         return weights.mode != "offload" or host is None or self.fetched_bytes(weights.resident_blocks) <= host
 
     def allows(self, mode: WeightsMode) -> bool:
-        """Returns whether weights can be placed by `mode`. Offload and shard need a split plan with blocks, and no
-        pipeline; shard also needs two ranks of one sequence."""
+        """Returns whether weights can be placed by `mode`."""
+        # Offload and shard need a split plan with blocks, and no pipeline; shard also two ranks of one sequence.
         if mode == "replicate" or self.degrees.pipeline_degree > 1:
             return mode == "replicate"
         return self.blocks > BLOCK_BUFFERS and (mode == "offload" or self.degrees.context_parallel_size > 1)
@@ -209,8 +209,8 @@ class MemoryModel:
         return range(self.blocks - BLOCK_BUFFERS - 1, -1, -1)
 
     def _offload_by_rank(self) -> WeightPlacement | None:
-        """Returns the offload with as many resident blocks on each rank as its budget allows; None where one is too
-        small. A rank that has all blocks needs no buffers."""
+        """Returns the offload with as many resident blocks a rank as budgets allow; None where one is too small."""
+        # A rank that has all blocks needs no buffers.
         full, counts = self.work.network.weight_bytes, []
         budgets = self.usable_bytes_by_rank(WeightPlacement(mode="offload"))
         for budget, active in zip(budgets, self.activation_bytes_by_rank, strict=True):

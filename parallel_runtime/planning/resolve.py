@@ -43,8 +43,8 @@ def best_plan(inputs: PlanInputs) -> RunPlan:
 
 
 def why_unfit(inputs: PlanInputs, plan: RunPlan) -> Refused | None:
-    """Returns the refusal of a plan that does not fit. Where the user chose `weights` the plan refuses nothing: the run
-    compares them with free memory when it borrows the workers (nodes/remote/lease.py)."""
+    """Returns the refusal of a plan that does not fit."""
+    # Where the user chose `weights` the run compares them with free memory as it borrows the workers (lease.py).
     automatic = inputs.request.weights == "auto" and not inputs.keeps_placement
     if not automatic or plan.estimate is None or plan.estimate.fits:
         return None

@@ -93,8 +93,8 @@ def work_percent(degrees: Parallelism, placement: Placement) -> list[tuple[str, 
 
 
 def work_fractions(degrees: Parallelism) -> list[float]:
-    """Returns each worker's fraction of all the work. Ranks of different prompts have equal parts whatever their
-    shares, ranks of different images have parts in proportion to them."""
+    """Returns each worker's fraction of all the work."""
+    # Of different prompts ranks have equal parts whatever their shares, of different images parts in proportion.
     groups = degrees.data_group_shares
     return [
         share / sum(shares) / degrees.cfg_degree * groups[number // degrees.cfg_degree % len(groups)] / sum(groups)

@@ -115,7 +115,8 @@ def made_divisible(model: nn.Module) -> nn.Module:
 @contextmanager
 def uniform_chunk_bytes(function: str, bytes_: int, local_rows: int, rows: int) -> Iterator[None]:
     """Replaces `function`, which returns the bytes by which a VAE splits time into chunks, with one that returns
-    `bytes_` in proportion to a rank's `local_rows` of `rows`, so that all ranks split at the same frames."""
+    `bytes_` in proportion to a rank's `local_rows` of `rows`."""
+    # So that all ranks split at the same frames.
     if not function:
         yield
         return
@@ -129,8 +130,8 @@ def uniform_chunk_bytes(function: str, bytes_: int, local_rows: int, rows: int) 
 
 
 def run(trials: Trials, vae: VAE, job: VAEJob, progress: Progress) -> dict[str, Any]:
-    """Returns {"random_states": as the run left them}. Only ranks of ComfyUI's machine decode and encode: pixels are
-    too large to send to other machines. Raises Refused, on all ranks at the same place."""
+    """Returns {"random_states": as the run left them}. Raises Refused, on all ranks at the same place."""
+    # On ComfyUI's machine alone: pixels are too large to send to others.
     tiles = COMPARED[vae.spec.kind].tiles
     shape = tuple(job.x.shape)
     parts = tiles.grid(vae.network, job.method, shape).count if tiles else max(shape[-2:]) // job.unit

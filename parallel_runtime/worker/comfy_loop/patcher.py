@@ -104,9 +104,9 @@ class RankPatcher(Mapped):
         return made
 
     def keeps_file_dtype(self, module: torch.nn.Module) -> bool:
-        """Returns whether dynamic VRAM leaves this module's weights as they are in the file: it rounds a layer to the
-        dtype of the model as it fetches it, and small layers are not fetched. Where the model computes in that dtype,
-        they are rounded as they are used, which is the same."""
+        """Returns whether dynamic VRAM leaves this module's weights as they are in the file."""
+        # It rounds a layer to the dtype of the model as it fetches it, and small layers are not fetched. Where the
+        # model computes in that dtype, they are rounded as they are used, which is the same.
         computes_in_another = self.force_cast_weights or self.model.manual_cast_dtype is not None
         dynamic_vram = self.weight_state.dynamic_vram
         return computes_in_another and dynamic_vram is not None and module in dynamic_vram.small
@@ -175,8 +175,8 @@ class RankPatcher(Mapped):
 
     @contextmanager
     def casting_as_natively(self) -> Iterator[None]:
-        """Has layers cast their weights at each use, in this context, where ComfyUI has them do so, and nowhere else:
-        those that do call no method of torch's layer, which a pack may have replaced."""
+        """Has layers cast their weights at each use, in this context, where ComfyUI has them do so, and only there."""
+        # Those that do call no method of torch's layer, which a pack may have replaced.
         changed = []
         for module in self.model.modules():
             casts = getattr(module, "comfy_cast_weights", None)
