@@ -14,7 +14,6 @@ async def comfy_entrypoint():  # type: ignore[no-untyped-def]  # the type lives 
     try:
         from .nodes import ContextParallelExtension
     except ImportError as missing:
-        raise RuntimeError(
-            f"CP Sampler does not fit ComfyUI {__version__}: {missing}; update both (docs/devices.md)"
-        ) from missing
+        words = f"CP Sampler does not fit ComfyUI {__version__}: {missing}; update both (docs/devices.md)"
+        raise RuntimeError(words) from missing
     return ContextParallelExtension()

@@ -8,17 +8,7 @@ from comfy_api.latest import ComfyExtension, io
 from server import PromptServer
 
 from ..parallel_runtime.errors import Refused, WorkerLost
-from .classes.cp_loaders import CPDemoConditioning, CPDemoDecode, CPDemoModel, CPLoadCLIP, CPLoadDiffusionModel
-from .classes.cp_plan import CPCompare, CPPlan
-from .classes.cp_sampler import (
-    CPModel,
-    CPParallelConfig,
-    CPSampler,
-    CPSamplerAdvanced,
-    CPSamplerCustom,
-    CPSamplerCustomBasic,
-)
-from .classes.cp_vae_and_clip import CPCLIP, CPVAE
+from .classes import cp_loaders, cp_plan, cp_sampler, cp_vae_and_clip
 from .describe.clip import note_weights
 from .describe.model_files import note_files
 from .describe.model_source import note_loaders
@@ -43,22 +33,11 @@ class ContextParallelExtension(ComfyExtension):
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         return [
-            CPSampler,
-            CPSamplerAdvanced,
-            CPSamplerCustom,
-            CPSamplerCustomBasic,
-            CPParallelConfig,
-            CPPlan,
-            CPCompare,
-            CPLoadDiffusionModel,
-            CPModel,
-            CPVAE,
-            CPCLIP,
-            CPLoadCLIP,
-            CPDemoModel,
-            CPDemoConditioning,
-            CPDemoDecode,
-        ]
+            cp_sampler.CPSampler, cp_sampler.CPSamplerAdvanced, cp_sampler.CPSamplerCustom,
+            cp_sampler.CPSamplerCustomBasic, cp_sampler.CPParallelConfig, cp_plan.CPPlan, cp_plan.CPCompare,
+            cp_loaders.CPLoadDiffusionModel, cp_sampler.CPModel, cp_vae_and_clip.CPVAE, cp_vae_and_clip.CPCLIP,
+            cp_loaders.CPLoadCLIP, cp_loaders.CPDemoModel, cp_loaders.CPDemoConditioning, cp_loaders.CPDemoDecode,
+        ]  # fmt: skip
 
 
 def _is_needed(record: logging.LogRecord) -> bool:

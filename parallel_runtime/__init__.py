@@ -1,8 +1,7 @@
 """Context-parallel diffusion in a group of worker processes: docs/architecture.md draws its rooms.
 
 This package always imports itself relatively: ComfyUI and torchrun load it under different names. OLDEST and TESTED are
-versions of ComfyUI.
-"""
+versions of ComfyUI."""
 
 OLDEST = "0.15.1"  # the first whose MODEL says which loader made it
 TESTED = "0.33.0"  # the newest that our tests have run

@@ -1,6 +1,5 @@
 """Two tables: accelerators (torch device types, with their collective backend and environment) and attention kernels.
-Memory, streams and graphs of CUDA are asked by torch.cuda, the rest by torch.accelerator. Imports no torch.
-"""
+Memory, streams and graphs of CUDA are asked by torch.cuda, the rest by torch.accelerator. Imports no torch."""
 
 import importlib.metadata
 from collections.abc import Mapping
@@ -24,8 +23,7 @@ class Accelerator:
 
     `collectives` is the torch.distributed backend between such devices. `environment` holds variables that the launch
     sets, where {interface} stands for the network interface. `slower_transports` are tried one after another where the
-    devices cannot exchange tensors as the backend itself chooses.
-    """
+    devices cannot exchange tensors as the backend itself chooses."""
 
     kind: str
     collectives: str
@@ -82,10 +80,8 @@ class AttentionKernel:
     @property
     def new_enough(self) -> bool:
         """Whether the installed package is of `min_version` or newer, or does not say."""
-        version = (version_of(self.package) or "").partition("+")[0]
-        found, needed = (
-            [int(part) for part in each.split(".") if part.isdigit()] for each in (version, self.min_version)
-        )
+        versions = (version_of(self.package) or "").partition("+")[0], self.min_version
+        found, needed = ([int(part) for part in each.split(".") if part.isdigit()] for each in versions)
         return not found or found >= needed
 
 
@@ -137,32 +133,20 @@ ACCELERATORS = {each.kind: each for each in (CUDA, XPU, NPU)}
 KERNELS = {  # auto takes the first one that it can
     each.name: each
     for each in (
-        AttentionKernel(
-            name="_native_cudnn",
-            head_multiple=8,
-            masks=True,
-            cudnn=True,
-            auto_on=(9, 10),  # H100, H200, B200: 0.35 ms to flash's 0.56 for FLUX in halves, 39 to 59 for Wan at 480p
-        ),
+        # H100, H200, B200: 0.35 ms to flash's 0.56 for FLUX in halves, 39 to 59 for Wan at 480p.
+        AttentionKernel(name="_native_cudnn", head_multiple=8, masks=True, cudnn=True, auto_on=(9, 10)),
         AttentionKernel(name="_native_flash", head_multiple=8),
         AttentionKernel(
-            name="flash",
-            package="flash_attn",
-            min_version="2.6.3",
-            function="flash_attn_func",
+            name="flash", package="flash_attn", min_version="2.6.3", function="flash_attn_func",
             comfyui="attention_flash",
         ),
         AttentionKernel(name="_flash_3", package="flash_attn_interface", function="flash_attn_func"),
         AttentionKernel(
-            name="sage",
-            package="sageattention",
-            min_version="2.1.1",
-            max_head_dim=128,
-            low_precision=True,
+            name="sage", package="sageattention", min_version="2.1.1", max_head_dim=128, low_precision=True,
             comfyui="attention_sage",
         ),
     )
-}
+}  # fmt: skip
 
 
 ANY_EXACT = ("attention_pytorch", "attention_xformers")  # ComfyUI's functions where nobody chose: other kernels may do
@@ -170,8 +154,7 @@ FALLBACK = "fallback"  # in a kernel's place: the attention that computes where 
 
 
 def ring_backend(function: str) -> str:
-    """Returns the attention_backend of a ring that computes what ComfyUI's attention function of this name does; "" if
-    there is none."""
+    """Returns the backend of a ring that computes what ComfyUI's attention function of this name does; "" for none."""
     if function in ANY_EXACT:
         return "auto"
     of_it = (spec for spec in KERNELS.values() if function and spec.comfyui == function)
@@ -194,8 +177,5 @@ def distributed_backends(kind: str) -> str:
 
 def environment(interface: str) -> dict[str, str]:
     """Returns the environment variables of a launch, for every kind of accelerator."""
-    return {
-        name: value.format(interface=interface)
-        for each in ACCELERATORS.values()
-        for name, value in each.environment.items()
-    }
+    variables = (pair for each in ACCELERATORS.values() for pair in each.environment.items())
+    return {name: value.format(interface=interface) for name, value in variables}

@@ -11,8 +11,7 @@ ParallelError
   ProtocolError      received bytes that are not a valid message or bundle
 
 The sentences that users read stand by their code in locales/*/main.json: here in English, on the page in the user's
-language. cpReport is CP Plan's, cpRefusals has refusals, cpDeaths how workers ended; cpDeveloper is English only.
-"""
+language. cpReport is CP Plan's, cpRefusals has refusals, cpDeaths how workers ended; cpDeveloper is English only."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -64,8 +63,8 @@ def listed(sentences: Sequence[Sentence], key: str = "and") -> Sentence:
 
 
 def to_json(value: Any) -> Any:
-    """Returns plain JSON: a Sentence as {"code", "values"}, and a value that JSON cannot hold (an exception) as its
-    text, since ComfyUI's server fails at an event that it cannot serialize."""
+    """Returns plain JSON: a Sentence as {"code", "values"}, and what JSON cannot hold (an exception) as its text."""
+    # ComfyUI's server fails at an event that it cannot serialize.
     if isinstance(value, Sentence):
         return {"code": value.key, "values": {name: to_json(part) for name, part in value.values.items()}}
     if isinstance(value, list | tuple):
@@ -97,24 +96,18 @@ ON_ANOTHER_RANK = "elsewhere"
 class Refused(ParallelError, ValueError):
     """The request is invalid, or the workers cannot do it. `code` names a sentence in locales/*/main.json, `values`
     fill its placeholders with plain JSON or other Sentences (`say`). `widget` is the one of CP Parallel Config to
-    change, if any; `fix` maps its widgets to values that would work. Without a code, another rank has refused with the
-    reason."""
+    change, if any; `fix` maps its widgets to values that would work. Without a code, another rank has the reason."""
 
     def __init__(
-        self,
-        code: str = ON_ANOTHER_RANK,
-        /,
-        widget: str | None = None,
-        fix: Mapping[str, Any] | None = None,
+        self, code: str = ON_ANOTHER_RANK, /, widget: str | None = None, fix: Mapping[str, Any] | None = None,
         **values: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(say(code, **values))
         self.code, self.values, self.widget, self.fix = code, values, widget, dict(fix or {})
 
 
 class Unsplittable(Refused):
-    """A network that cannot be divided, or not for this input. `detail` says why in English, for a report; with
-    `widgets` at 1 the run does without."""
+    """A network, or input, that cannot be divided; `detail` says why in English. It runs with `widgets` at 1."""
 
     def __init__(self, detail: str, *widgets: str) -> None:
         widgets = widgets or ("ring_degree", "ulysses_degree")
@@ -148,8 +141,7 @@ class Cause:
 
 
 class WorkerLost(ParallelError):
-    """The group has ended. `cause` is that of the worker that failed first; None if no worker failed or it is
-    unknown."""
+    """The group has ended; `cause` is that of the first worker that failed, None if there was none or none is known."""
 
     def __init__(self, sentence: str, cause: Cause | None = None) -> None:
         super().__init__(sentence)

@@ -37,8 +37,7 @@ class SamplingJob:
     packs reads and is not sent. `batch_coupled` means that something on the MODEL sees every prompt and image at once,
     so they are not divided; `images_coupled`, that something sees every image of a prompt, so only prompts are divided.
     An entry of a batch is one image for one prompt: `entries_per_call` of them go through the network at once; 0 for
-    all, also those of several prompts.
-    """
+    all, also those of several prompts."""
 
     guider: str
     described: Described
@@ -79,8 +78,7 @@ class EvaluationJob:
     `call_arguments` change from call to call (x [B, C, (T,) H, W] or a list of such, timestep, a ControlNet's
     residuals), by argument name; `options` are the described transformer_options. `cond_arguments`
     are what ComfyUI makes of the conditions. Workers keep them under `cond_number`: they are None where workers have
-    them. `batch_coupled`: an option sees all prompts at once.
-    """
+    them. `batch_coupled`: an option sees all prompts at once."""
 
     call_arguments: dict[str, Any]
     options: Described | None
@@ -104,8 +102,7 @@ class VAEJob:
     `output` is its memory file, which a worker gets beside the job.
     `random_states` are the host's generator states by device type. `chunk_bytes` is the free memory that ComfyUI would
     use on the host where a VAE splits time by it. `weights` is the state dict, None where the workers have it.
-    `shares` are proportions of rows for each rank of ComfyUI's machine; empty for equal ones.
-    """
+    `shares` are proportions of rows for each rank of ComfyUI's machine; empty for equal ones."""
 
     method: VAEMethod
     x: Tensor
@@ -127,8 +124,7 @@ class EncodingJob:
 
     `described` has the `arguments` by name, such as tokens; the `options` of each call of `set_clip_options` before it;
     and `hook_patches`, the weight patches of the hooks in force, by weight. `weight_patches` are those on the CLIP;
-    None where the workers have them already.
-    """
+    None where the workers have them already."""
 
     method: EncoderMethod
     ranks: list[int]
@@ -141,8 +137,7 @@ Job = SamplingJob | EvaluationJob | DemoJob | VAEJob | EncodingJob
 
 
 def is_outer_method(name: str) -> bool:
-    """Is this a method of a network that ComfyUI calls outside of `forward`, on texts and what comes before a picture?
-    It names all of them so."""
+    """Is this a method that ComfyUI calls on texts and the like outside of `forward`? It names all of them so."""
     return name.startswith("preprocess_")
 
 

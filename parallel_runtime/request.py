@@ -43,16 +43,9 @@ class Widget:
 
 
 def widget(
-    place: int,
-    default: Value,
-    tooltip: str,
-    *,
-    limits: dict[str, float] | None = None,
-    name: str = "",
-    options: tuple[str, ...] = (),
-    required: bool = False,
-    advanced: bool = True,
-) -> Value:
+    place: int, default: Value, tooltip: str, *, limits: dict[str, float] | None = None, name: str = "",
+    options: tuple[str, ...] = (), required: bool = False, advanced: bool = True,
+) -> Value:  # fmt: skip
     """Returns a dataclass field that a widget sets. Its type is that of `default`, so a number with a point is 0.0.
     `limits` have both `min` and `max`, `name` is the widget's name if it differs from the field's, and `options` are
     its allowed values where the field's type is no Literal of them."""
@@ -213,8 +206,7 @@ class ParallelRequest:
         is not of its widget's kind, options or limits; whether the request can run, planning/request_checks.py says."""
         if not isinstance(values, Mapping):
             raise Refused("config.object")
-        request: dict[str, Any] = {}
-        options: dict[str, Any] = {}
+        request, options = dict[str, Any](), dict[str, Any]()
         for widget in widgets():
             if widget.name in values:
                 (options if widget.of_engine else request)[widget.field] = _checked(widget, values[widget.name])

@@ -1,5 +1,4 @@
-"""Frozen values that describe a request: its parallelism, weights, model and devices. Nodes build them, workers get
-them."""
+"""Frozen values of a request, built by nodes and sent to workers: parallelism, weights, model and devices."""
 
 from __future__ import annotations
 
@@ -226,8 +225,7 @@ class ModelSpec:
 
     @property
     def unpatched(self) -> ModelSpec:
-        """The spec of the loaded model: the same for every stack of patches, attributes and compute dtype, compiled or
-        not."""
+        """The spec of the loaded model, for all patches, attributes and compute dtypes, compiled or not."""
         partner = None if self.partner is None else self.partner.unpatched
         made = replace(self, patches_fingerprint="", attributes="", compute_dtype="", force_cast=False)
         return replace(made, compilation=None, partner=partner)

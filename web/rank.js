@@ -4,7 +4,14 @@ import { element, setText } from "./elements.js";
 import { digits, fixed } from "./seconds.js";
 import { say, translate } from "./words.js";
 
-/** @typedef {import("./status.js").Rank} Rank @typedef {import("./status.js").Status} Status */
+/**
+ * @typedef {import("./status.js").Status} Status
+ * @typedef {{model: string, resident: number, fetched: number}} Holding
+ * @typedef {{keys: number, replays: number, bytes: number, eager: string[]}} Graphs
+ * @typedef {{rank: number, device: string, machine: string, loaded: number, blocks: [number, number] | null, used_bytes: number | null,
+ *   total_bytes: number | null, step_seconds: number | null, waited_seconds: number | null, weights: Holding[],
+ *   graphs: Graphs | null}} Rank
+ */
 
 const GIB = 2 ** 30;
 const FULL = 0.9;

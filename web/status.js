@@ -4,11 +4,7 @@ import { api } from "../../scripts/api.js";
 import { say, translate } from "./words.js";
 
 /**
- * @typedef {{model: string, resident: number, fetched: number, recorded: number}} Holding
- * @typedef {{keys: number, replays: number, bytes: number, eager: string[]}} Graphs
- * @typedef {{rank: number, device: string, machine: string, loaded: number, blocks: [number, number] | null, used_bytes: number | null,
- *   total_bytes: number | null, step_seconds: number | null, waited_seconds: number | null, weights: Holding[],
- *   graphs: Graphs | null}} Rank
+ * @typedef {import("./rank.js").Rank} Rank
  * @typedef {"none" | "starting" | "unstarted" | "loading" | "sampling" | "decoding" | "encoding" | "cancelling"
  *   | "cancelled" | "idle" | "died" | "unknown"} State
  * @typedef {{rank: number | null, kind: string, words: string[], settled: boolean}} Loss

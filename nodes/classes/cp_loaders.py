@@ -1,6 +1,5 @@
 """CP Load Diffusion Model and CP Load CLIP: a MODEL and a CLIP whose weights only the workers read, for every node; and
-three small nodes of the embedded demo model: its MODEL, words to CONDITIONING, LATENT to IMAGE.
-"""
+three small nodes of the embedded demo model: its MODEL, words to CONDITIONING, LATENT to IMAGE."""
 
 from __future__ import annotations
 
@@ -10,12 +9,7 @@ from typing import Any
 import comfy.sd
 import folder_paths
 from comfy_api.latest import io
-from nodes import (  # type: ignore[attr-defined]  # ComfyUI's module, not our package
-    NODE_CLASS_MAPPINGS,
-    CLIPLoader,
-    DualCLIPLoader,
-    UNETLoader,
-)
+from nodes import NODE_CLASS_MAPPINGS, CLIPLoader, DualCLIPLoader, UNETLoader  # type: ignore[attr-defined]  # ComfyUI's
 from safetensors import SafetensorError, safe_open
 
 from ...parallel_runtime.demo import MODEL, words_and_pictures
@@ -70,8 +64,7 @@ class CPLoadDiffusionModel(io.ComfyNode):
 
 
 def load_for_workers(name: str, weight_dtype: str) -> Mapped:
-    """Returns ComfyUI's MODEL of a file, as Load Diffusion Model loads it. Its weights are views of the mapped file, of
-    which only samples are read."""
+    """Returns ComfyUI's MODEL of a file, as Load Diffusion Model does; its weights are views of the mapped file."""
     if name.endswith(".gguf"):
         if weight_dtype != "default":
             raise Refused("file.gguf.dtype", "weight_dtype", {"weight_dtype": "default"}, dtype=weight_dtype)
@@ -91,9 +84,8 @@ class CPLoadCLIP(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         files = folder_paths.get_filename_list("text_encoders")
-        types = [
-            type for loader in (CLIPLoader, DualCLIPLoader) for type in loader.INPUT_TYPES()["required"]["type"][0]
-        ]
+        loaders = CLIPLoader, DualCLIPLoader
+        types = [type for loader in loaders for type in loader.INPUT_TYPES()["required"]["type"][0]]
         more = [
             io.Combo.Input(f"clip_name{number}", options=[NONE, *files], optional=True, tooltip="As in DualCLIPLoader, "
                            "TripleCLIPLoader and QuadrupleCLIPLoader; none for a CLIP of fewer files.")
@@ -130,8 +122,7 @@ class CPLoadCLIP(io.ComfyNode):
 
 
 def load_clip_for_workers(names: Sequence[str], kind: str) -> comfy.sd.CLIP:
-    """Returns ComfyUI's CLIP of these files, as Load CLIP and its kin load it. Its weights are views of the mapped
-    files, of which only samples are read."""
+    """Returns ComfyUI's CLIP of these files, as Load CLIP does; its weights are views of the mapped files."""
     paths = [folder_paths.get_full_path_or_raise("text_encoders", name) for name in names]
     for path in paths:
         check_file(path)

@@ -1,7 +1,6 @@
 """CP Plan: what CP Sampler will do with this model and latent, as text, and the config to do it.
 
-CP Compare: one step of each sampler natively and on the workers, for scripts; on the page CP Plan does it.
-"""
+CP Compare: one step of each sampler natively and on the workers, for scripts; on the page CP Plan does it."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from ...parallel_runtime.errors import Refused, Sentence, say, say_if, to_json
 from ...parallel_runtime.explain.plan_report import Report, Row, Subject, report
 from ...parallel_runtime.explain.plan_words import unused
 from ...parallel_runtime.explain.remedy import changes, in_words, instead
-from ...parallel_runtime.group.history import Pace, RunSetup
+from ...parallel_runtime.group.history import RunSetup
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.group.this_machine import checked_plan
 from ...parallel_runtime.loading.code_names import Unsendable
@@ -108,24 +107,15 @@ class CPPlan(io.ComfyNode):
     @classmethod
     @announce_refusals()
     def execute(
-        cls,
-        model: Any,
-        latent_image: dict[str, Any],
-        positive: list,
-        cp_config: ParallelRequest | None = None,
-        cfg: float = 8.0,
-        vae: Any = None,
-        clip: Any = None,
-        measure: bool = False,
-        compare: bool = False,
+        cls, model: Any, latent_image: dict[str, Any], positive: list, cp_config: ParallelRequest | None = None,
+        cfg: float = 8.0, vae: Any = None, clip: Any = None, measure: bool = False, compare: bool = False,
         **compared: Any,
-    ) -> io.NodeOutput:
+    ) -> io.NodeOutput:  # fmt: skip
         if compare:
             return expanded()
         request = request_from(cp_config)
-        made, measured, recommended = _explain(
-            model, latent_image, positive, request, cfg, vae, clip, take_times=measure
-        )
+        subject = model, latent_image, positive
+        made, measured, recommended = _explain(*subject, request, cfg, vae, clip, take_times=measure)
         made = replace(made, rows=(*compared_rows(compared), *made.rows))
         if newer := untested():
             made = replace(made, rows=(*made.rows, Row("Note", newer, "note")))
@@ -135,16 +125,9 @@ class CPPlan(io.ComfyNode):
 
 
 def _explain(
-    model: Any,
-    latent: dict[str, Any],
-    positive: list,
-    request: ParallelRequest,
-    cfg: float,
-    vae: Any,
-    clip: Any,
-    *,
-    take_times: bool,
-) -> tuple[Report, dict[str, Any], ParallelRequest]:
+    model: Any, latent: dict[str, Any], positive: list, request: ParallelRequest, cfg: float, vae: Any, clip: Any,
+    *, take_times: bool,
+) -> tuple[Report, dict[str, Any], ParallelRequest]:  # fmt: skip
     """Returns the report; what to change in CP Parallel Config, measured steps and the cost of measuring, as JSON; and
     a config with the plan's degrees: the requested one, or an automatic one where that cannot work. `take_times`:
     samples a few steps first, on the plan's workers and on fewer."""
@@ -192,7 +175,8 @@ def _explain(
         decode=decode, encode=encode, pace=pace, paces=paces, troubles=troubles, compared=seen.compared,
     )  # fmt: skip
     fix = [asdict(change) for change in changes(requested, request)]
-    measured = {"times": [_pace_json(one) for one in paces], "split": _setup_json(setup)}
+    times = [_setup_json(x.setup) | {"seconds": x.seconds, "times": x.speedup, "at": x.at} for x in paces]  # bars
+    measured = {"times": times, "split": _setup_json(setup)}
     return made, {"fix": fix, **measured, "cost": None if troubles else _measuring_cost(plan, kind)}, recommended
 
 
@@ -213,11 +197,6 @@ def _measuring_cost(plan: RunPlan, kind: Hashable) -> dict[str, Any]:
     workers = _device_counts(len(devices))
     seconds = runtime.history.cost(kind, workers, MEASURED_STEPS)
     return {"steps": MEASURED_STEPS, "workers": workers, "cpu": devices[0] == "cpu", "seconds": seconds}
-
-
-def _pace_json(pace: Pace) -> dict[str, Any]:
-    """Returns one bar of the chart as JSON: the measured seconds, and how the run was divided."""
-    return {**_setup_json(pace.setup), "seconds": pace.seconds, "times": pace.speedup, "at": pace.at}
 
 
 def _setup_json(setup: RunSetup) -> dict[str, Any]:
@@ -241,30 +220,20 @@ def _subject(
     title, shape, text = _title(model, described), tuple(first.shape), text_tokens(conds)
     described, controls, loop = _with_controls(model, described, conds, shape)
     return Subject(
-        model=title,
-        latent=shape,
-        text=text,
-        tokens=described.tokens(shape, text),
-        work=described.work(shape, text, prompts=prompts, cached=cached),
-        batch_coupled=described.batch_coupled,
-        compiled=described.spec.compilation is not None,
-        controls=controls,
-        loop=loop,
-    )
+        model=title, latent=shape, text=text, tokens=described.tokens(shape, text),
+        work=described.work(shape, text, prompts=prompts, cached=cached), batch_coupled=described.batch_coupled,
+        compiled=described.spec.compilation is not None, controls=controls, loop=loop,
+    )  # fmt: skip
 
 
 def _title(model: Any, described: DescribedModel) -> Sentence:
     spec, stats = described.spec, described.stats
     return say(
-        "model.cut" if stats.divisible else "model.whole",
-        name=stats.name,
-        files=", ".join(os.path.basename(file.path) for file in spec.files),
-        layers=stats.layers,
-        heads=stats.heads,
-        weights=f"{stats.weights / 1e9:.2f}",
-        size=f"{stats.weight_bytes / 2**30:.2f}",
+        "model.cut" if stats.divisible else "model.whole", name=stats.name,
+        files=", ".join(os.path.basename(file.path) for file in spec.files), layers=stats.layers, heads=stats.heads,
+        weights=f"{stats.weights / 1e9:.2f}", size=f"{stats.weight_bytes / 2**30:.2f}",
         dtype=spec.compute_dtype or str(model.model.get_dtype_inference()).removeprefix("torch."),
-    )
+    )  # fmt: skip
 
 
 def _with_controls(
@@ -313,17 +282,10 @@ def _device_counts(devices: int) -> Sequence[int]:
 def _sample(model: Any, latent: dict[str, Any], positive: list, request: ParallelRequest, cfg: float) -> None:
     patched, warmup = request.options.token_patches > 1, request.options.warmup_steps
     KSampler().sample(
-        model_on_workers(model, request),
-        seed=0,
-        steps=max(LEAST_STEPS, warmup + MEASURED_STEPS) if patched else MEASURED_STEPS,
-        cfg=cfg,
-        sampler_name="euler",
-        scheduler="simple",
-        positive=positive,
-        negative=positive,
-        latent_image=latent,
-        denoise=1.0,
-    )
+        model_on_workers(model, request), seed=0,
+        steps=max(LEAST_STEPS, warmup + MEASURED_STEPS) if patched else MEASURED_STEPS, cfg=cfg, sampler_name="euler",
+        scheduler="simple", positive=positive, negative=positive, latent_image=latent, denoise=1.0,
+    )  # fmt: skip
 
 
 class CPCompare(io.ComfyNode):

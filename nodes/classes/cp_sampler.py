@@ -1,8 +1,7 @@
 """The CP samplers: ComfyUI's own sampler nodes, called with a MODEL or GUIDER whose sampling runs in the workers.
 
 Each has exactly the native node's sockets and widgets in its order, read off that node, and one optional socket: for
-CP Parallel Config, whose widgets are the table of parallel_runtime/request.py.
-"""
+CP Parallel Config, whose widgets are the table of parallel_runtime/request.py."""
 
 from __future__ import annotations
 
@@ -98,16 +97,11 @@ class CPModel(io.ComfyNode):
             category=CATEGORY,
             description="A MODEL that any sampler node, of any pack, samples on several GPUs, with the same result.",
             search_aliases=SEARCH,
-            inputs=[
-                io.Model.Input("model", tooltip="From Load Diffusion Model, Load Checkpoint or a LoRA loader."),
-                CP_CONFIG_INPUT,
-            ],
-            outputs=[
-                io.Model.Output(
-                    tooltip="For every node that samples. LoRAs and model patches may come before or after."
-                )
-            ],
-        )
+            inputs=[io.Model.Input("model", tooltip="From Load Diffusion Model, Load Checkpoint or a LoRA loader."),
+                    CP_CONFIG_INPUT],
+            outputs=[io.Model.Output(tooltip="For every node that samples. LoRAs and model patches may come before or "
+                                     "after.")],
+        )  # fmt: skip
 
     @classmethod
     @announce_refusals()

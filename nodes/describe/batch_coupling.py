@@ -2,8 +2,7 @@
 
 Code on a MODEL couples them if it computes with all of them at once, or if it keeps state from one evaluation to the
 next, since each worker would keep the state of its own only. State is a variable that a function writes to, or an
-object that two functions share; the functions themselves are read, whichever node made them.
-"""
+object that two functions share; the functions themselves are read, whichever node made them."""
 
 from __future__ import annotations
 
@@ -13,6 +12,7 @@ import inspect
 import itertools
 import types
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -40,8 +40,8 @@ AROUND = (WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL, CallbacksMP.ON_APP
 
 
 def is_batch_coupled(model: ModelPatcher, options: dict[str, Any]) -> bool:
-    """Must every worker evaluate all prompts and images with these model options? A wrapper around the network
-    (EasyCache) may decide for all by one of them, and SelfAttentionGuidance keeps one prompt's attention."""
+    """Must every worker evaluate all prompts and images with these model options?"""
+    # A wrapper (EasyCache) may decide for all by one of them, and SelfAttentionGuidance keeps one prompt's attention.
     around = bool(wrappers_of(model, options, WrappersMP.DIFFUSION_MODEL)) or keeps_state(model, options)
     return around or network_couples_batch(native_network(model), options.get("transformer_options", {}))
 
@@ -53,16 +53,16 @@ def network_couples_batch(network: nn.Module, options: dict[str, Any]) -> bool:
 
 
 def network_couples_images(network: nn.Module) -> bool:
-    """Does `network` compute the images of a prompt together? Its plan may say so; and one that reads which prompts its
-    batch has goes by the places of images in it (SeedVR2 swaps halves, Trellis2 has the voxels of all in one table)."""
+    """Does `network` compute the images of a prompt together?"""
+    # Its plan may say so; and one that reads which prompts its batch has goes by the places of images in it: SeedVR2
+    # swaps halves, Trellis2 has the voxels of all in one table.
     known, methods = architecture_of(network), inspect.getmembers(type(network), inspect.isfunction)
     reads_prompts = any("cond_or_uncond" in method.__code__.co_consts for _, method in methods)
     return reads_prompts or (known is not None and known.images_coupled(network))
 
 
 def couples_by_masks(network: nn.Module, *masks: Tensor | None) -> bool:
-    """Do noise masks [B, ...] that differ between images couple them in `network`? LTX takes the first image's mask for
-    all, and a maximum over the batch."""
+    """Do noise masks that differ between images couple these? LTX takes the first's, and a maximum of all."""
     calls = [vars(kind)["forward"] for kind in type(network).__mro__ if "forward" in vars(kind)]
     if not any("denoise_mask" in inspect.signature(call).parameters for call in calls):
         return False
@@ -70,8 +70,7 @@ def couples_by_masks(network: nn.Module, *masks: Tensor | None) -> bool:
 
 
 def couples_evaluations(replaced: Replaced) -> bool:
-    """May code that a pack has put in place of ComfyUI's, around or inside an evaluation of the network, keep something
-    for the next one?"""
+    """May a pack's code around or inside an evaluation of the network keep something for the next one?"""
     around = replaced.name.startswith(EVALUATE) or replaced.name in {f"comfy.samplers.{name}" for name in EVALUATING}
     return around and _keeps(replaced.code, set())
 
@@ -82,8 +81,7 @@ def changes_itself(method: types.FunctionType) -> bool:
 
 
 def _keeps(function: Any, seen: set[int]) -> bool:
-    """May this function assign to variables or attributes of others, or use what can be changed? Anything but a
-    function may."""
+    """May this function assign to others' variables or attributes, or use what changes? A class may."""
     if not isinstance(function, types.FunctionType):
         return True
     if id(function) in seen or is_comfyui(function):
@@ -201,7 +199,10 @@ class Reachable:
                 self.written.add(id(cell))
             if id(cell) not in self.cells:
                 self.cells.add(id(cell))
-                self._follow(_cell_content(cell))
+                content = None
+                with suppress(ValueError):  # nothing was assigned to it yet
+                    content = cell.cell_contents
+                self._follow(content)
 
 
 def _parts(value: Any) -> list[Any]:
@@ -211,13 +212,6 @@ def _parts(value: Any) -> list[Any]:
     if not isinstance(value, dict):
         value = vars(value) if hasattr(value, "__dict__") and is_comfyui(value) else {}
     return list(value.values())
-
-
-def _cell_content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # nothing was assigned to it yet
-        return None
 
 
 @functools.cache

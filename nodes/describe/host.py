@@ -1,6 +1,5 @@
 """ComfyUI's process: the GPUs that it sees on this machine, the ComfyUI that workers import, and the event cp.refused,
-which tells the page which node was refused, and why, as data (web/refusals.js).
-"""
+which tells the page which node was refused, and why, as data (web/refusals.js)."""
 
 from __future__ import annotations
 
@@ -67,12 +66,9 @@ def gpus_json() -> list[dict[str, Any]]:
     """Returns name and memory of each GPU that ComfyUI sees; memory is None for a kind that does not tell it."""
     kind = comfy.model_management.get_torch_device().type
     module = getattr(torch, kind, None)
-    gpus: list[dict[str, Any]] = []
-    for index in range(visible_gpus()):
-        properties = module.get_device_properties(index) if module is not None else None
-        name, total = getattr(properties, "name", kind), getattr(properties, "total_memory", None)
-        gpus.append({"index": index, "name": str(name), "total_bytes": total})
-    return gpus
+    each = [module.get_device_properties(index) if module is not None else None for index in range(visible_gpus())]
+    facts = [(str(getattr(one, "name", kind)), getattr(one, "total_memory", None)) for one in each]
+    return [{"index": index, "name": name, "total_bytes": total} for index, (name, total) in enumerate(facts)]
 
 
 @cache
@@ -88,17 +84,12 @@ def gpu_kind() -> str:
 
 def comfy_setup(*, compiles: bool = False) -> ComfySetup:
     """Returns this process's ComfyUI, for workers to import. `compiles`: they are started to compile a model."""
+    # Where ComfyUI is only imported, the arguments are another program's.
     flags = tuple(sys.argv[1:]) if comfy.options.args_parsing else ()
     root = os.path.dirname(os.path.dirname(inspect.getfile(comfy.samplers)))
     added = [path for path in sys.path if path.startswith(root + os.sep) and "site-packages" not in path]
-    return ComfySetup(
-        root=root,
-        flags=flags,
-        folder=STARTED_IN,
-        version=comfyui_version.__version__,
-        compiles=compiles,
-        paths=tuple(os.path.relpath(path, root) for path in added),
-    )
+    paths, version = tuple(os.path.relpath(path, root) for path in added), comfyui_version.__version__
+    return ComfySetup(root=root, flags=flags, folder=STARTED_IN, version=version, compiles=compiles, paths=paths)
 
 
 @contextmanager

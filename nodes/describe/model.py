@@ -45,19 +45,11 @@ from ...parallel_runtime.planning.request_checks import check_run_in_patches
 from ...parallel_runtime.planning.run_plan import PlanInputs
 from ...parallel_runtime.request import ParallelRequest
 from ...parallel_runtime.specs import ModelSpec, SourceFile
+from . import model_patches
 from .batch_coupling import is_batch_coupled, network_couples_images
 from .foreign_code import check_code, check_layers, check_model, check_network, layers_of_packs
 from .host import plan_inputs
 from .model_files import Conds, controls_of, count_residuals, describer, gligens_of, weight_bytes
-from .model_patches import (
-    OVERRIDE,
-    check_network_patches,
-    compilation,
-    native_model,
-    native_network,
-    replaced_methods,
-    without_lse,
-)
 from .model_source import changed_attributes, spec_by_node
 from .vae import encode_bytes
 
@@ -66,8 +58,7 @@ GUIDES = "guide_attention_entries"  # of a condition
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DescribedModel:
-    """A MODEL as the workers and planning know it: what workers load, its weight patches, and its network in numbers.
-    `spec` and `weight_patches` are sent."""
+    """A MODEL in numbers for planning, and as workers get it: `spec`, what they load, and its `weight_patches`."""
 
     spec: ModelSpec
     weight_patches: Described
@@ -101,8 +92,7 @@ class DescribedModel:
         return described.undivided("guides whose strength is not 1") if masked else described
 
     def with_models_of(self, conds: Conds) -> DescribedModel:
-        """Returns this MODEL in a run with the ControlNets and GLIGEN models of these conditions, which are replicated
-        on every worker."""
+        """Returns this MODEL in a run with these conditions' ControlNets and GLIGEN models, on every worker."""
         controls, gligens = controls_of(conds), gligens_of(conds)
         if not controls and not gligens:
             return self
@@ -117,8 +107,7 @@ class DescribedModel:
         return replace(self, stats=replace(self.stats, **more, images_coupled=coupled))
 
     def with_vaes(self, vaes: Sequence[comfy.sd.VAE], latent: tuple[int, ...]) -> DescribedModel:
-        """Returns this MODEL in a run in which every worker encodes pictures with these VAEs, for a `latent` [B, C,
-        (T,) H, W]."""
+        """Returns this MODEL where all workers encode with these VAEs, for a `latent` [B, C, (T,) H, W]."""
         if not vaes:
             return self
         size = self.stats.weight_bytes + sum(vae.model_size() for vae in dict.fromkeys(vaes))
@@ -135,22 +124,14 @@ class DescribedModel:
             raise ValueError("networks that are not split alike")
         fingerprints = (self.spec.patches_fingerprint, other.spec.patches_fingerprint)
         both = " and ".join(fingerprints) if any(fingerprints) else ""
+        blocks = tuple(map(sum, zip_longest(own.blocks, others.blocks, fillvalue=0)))
         stats = replace(
-            own,
-            weight_bytes=own.weight_bytes + others.weight_bytes,
-            blocks=tuple(map(sum, zip_longest(own.blocks, others.blocks, fillvalue=0))),
-            loads=(),
-            images_coupled=own.images_coupled or others.images_coupled,
-            no_lse=own.no_lse or others.no_lse,
-        )
-        return replace(
-            self,
-            spec=replace(self.spec, partner=other.spec, patches_fingerprint=both),
-            partner=other,
-            stats=stats,
-            batch_coupled=self.batch_coupled or other.batch_coupled,
-            recorded=False,
-        )
+            own, weight_bytes=own.weight_bytes + others.weight_bytes, blocks=blocks, loads=(),
+            images_coupled=own.images_coupled or others.images_coupled, no_lse=own.no_lse or others.no_lse,
+        )  # fmt: skip
+        coupled = self.batch_coupled or other.batch_coupled
+        spec = replace(self.spec, partner=other.spec, patches_fingerprint=both)
+        return replace(self, spec=spec, partner=other, stats=stats, batch_coupled=coupled, recorded=False)
 
     def inputs(
         self, request: ParallelRequest, work: Work | None = None, *, guided: bool = False, batch_coupled: bool = False
@@ -188,11 +169,11 @@ def _has_hooks(prompt: list[dict[str, Any]]) -> bool:
 def describe_model(model: ModelPatcher, request: ParallelRequest) -> DescribedModel:
     """Describes a MODEL. Raises Refused where no worker can have its network."""
     dtype = request.dtype
-    check_network_patches(model)
+    model_patches.check_network_patches(model)
     cast = model.object_patches.get("manual_cast_dtype")
     requested_dtype = dtype if dtype != "auto" else "" if cast is None else str(cast).removeprefix("torch.")
     spec = model_spec(model)
-    network = native_network(model)
+    network = model_patches.native_network(model)
     check_model(model, of_pack=bool(spec.weights_fingerprint))
     check_network(network)
     if spec.weights_fingerprint:  # workers have the pack's layers too
@@ -203,15 +184,15 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> DescribedMo
     runtime.first_seen[network] = spec.files
     architecture = architecture_of(network)
     options = model.model_options["transformer_options"]
-    by_rows, replaced = isinstance(architecture, RowArchitecture), OVERRIDE in options
+    by_rows, replaced = isinstance(architecture, RowArchitecture), model_patches.OVERRIDE in options
     undivided_by += [] if by_rows else see_all_tokens(options.get("patches", {}))
     undivided_by += padding_modes(network) if attributes else []
-    if replaced and not attends_each_head(options[OVERRIDE]):
-        undivided_by.append(f"the attention {qualified_name(options[OVERRIDE])}")
-    methods = replaced_methods(model)
+    if replaced and not attends_each_head(options[model_patches.OVERRIDE]):
+        undivided_by.append(f"the attention {qualified_name(options[model_patches.OVERRIDE])}")
+    methods = model_patches.replaced_methods(model)
     whole = [name for name, method in methods.items() if not sees_each_token(method)]
     undivided_by += whole[:1]  # a chain of many would say no more
-    compiled = compilation(model, request.compile)
+    compiled = model_patches.compilation(model, request.compile)
     if by_rows and compiled is not None:
         undivided_by.append("torch.compile")
     comfyui_dtype = cast or model.model.get_dtype_inference()
@@ -220,7 +201,7 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> DescribedMo
     weight_bytes = sum(map(comfy.model_management.module_size, [network, *patch_models]))
     item_bytes = (comfyui_dtype if dtype == "auto" else getattr(torch, dtype)).itemsize
     stats = network_stats_of(network, architecture, weight_bytes, item_bytes)
-    stats = replace(stats, no_lse=stats.no_lse or without_lse(model, request))
+    stats = replace(stats, no_lse=stats.no_lse or model_patches.without_lse(model, request))
     patches_describer = describer()
     graphs = request.options.cuda_graphs != "off" and comfy.model_management.get_torch_device().type == CUDA.kind
     described = DescribedModel(
@@ -245,9 +226,8 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> DescribedMo
 
 
 def model_spec(model: ModelPatcher) -> ModelSpec:
-    """Returns the call with which a worker loads this MODEL's network, without patches. Raises Refused where that is
-    unknown."""
-    model = native_model(model)
+    """Returns the call that loads this MODEL's network, without patches. Raises Refused where that is unknown."""
+    model = model_patches.native_model(model)
     init = getattr(model, "cached_patcher_init", None)
     if init is None or not is_comfyui(init[0]):
         spec = spec_by_node(model)
@@ -255,7 +235,11 @@ def model_spec(model: ModelPatcher) -> ModelSpec:
         return spec
     loader, arguments, *index = init
     files = _files(model, arguments)
-    name, arguments = _loader_call(loader, arguments, model.model.get_dtype())
+    try:
+        name = reference(loader, "the loader")
+    except Refused as refused:
+        raise Refused("loader.foreign", reason=refused.sentence) from None
+    arguments = _with_dtype(loader, arguments, model.model.get_dtype())
     return ModelSpec(
         loader=name,
         arguments=json.dumps(arguments, sort_keys=True, default=partial(argument_to_json, loader)),
@@ -274,16 +258,6 @@ def _load_again(model: ModelPatcher) -> Mapped:
     return load_mapped(Mapped, loader, arguments, index[0] if index else None)
 
 
-def _loader_call(
-    loader: Callable[..., Any], arguments: tuple[Any, ...], dtype: torch.dtype
-) -> tuple[str, tuple[Any, ...]]:
-    try:
-        name = reference(loader, "the loader")
-    except Refused as refused:
-        raise Refused("loader.foreign", reason=refused.sentence) from None
-    return name, _with_dtype(loader, arguments, dtype)
-
-
 def _with_dtype(loader: Callable[..., Any], arguments: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
     """Adds the dtype that ComfyUI chose by its own free memory to the arguments: workers must not choose another."""
     bound = inspect.signature(loader).bind(*arguments)
@@ -294,8 +268,7 @@ def _with_dtype(loader: Callable[..., Any], arguments: tuple[Any, ...], dtype: t
 
 
 def argument_to_json(loader: Callable[..., Any], value: Any) -> dict[str, str]:
-    """Returns a dtype or enum as JSON, which worker/comfy_loop/comfy_model.py reads. Raises Refused for any other
-    object."""
+    """Returns a dtype or enum as JSON, for worker/comfy_loop/comfy_model.py. Raises Refused for other objects."""
     if isinstance(value, torch.dtype):
         return {"torch.dtype": str(value).removeprefix("torch.")}
     if isinstance(value, Enum):
@@ -316,13 +289,12 @@ def _files(model: ModelPatcher, arguments: tuple[Any, ...]) -> tuple[SourceFile,
 
 
 def _check_first_seen(model: ModelPatcher, files: tuple[SourceFile, ...]) -> None:
-    if runtime.first_seen.get(native_network(model), files) != files:
+    if runtime.first_seen.get(model_patches.native_network(model), files) != files:
         raise Refused("model.changed", path=files[0].path)
 
 
 def describe_weight_patches(model: ModelPatcher, patches_describer: Describer) -> Described:
-    """Describes MODEL's weight patches (LoRA, merged models, adapters of packs) by weight. Raises Refused for what
-    workers cannot have."""
+    """Describes weight patches (LoRA, merged models, adapters) by weight. Raises Refused for what cannot be sent."""
     described: dict[str, Any] = {}
     try:
         if model.patches:

@@ -3,13 +3,12 @@ Control-LoRAs, T2I adapters, model patches, GLIGEN models and hypernetworks by t
 weights.
 
 ComfyUI's loaders, which the workers call again, note the file that they read, also where nodes of packs call them.
-ComfyUI's own loop in the workers calls ControlNets, and the VAE that encodes a hint.
-"""
+ComfyUI's own loop in the workers calls ControlNets, and the VAE that encodes a hint."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import asdict
 from typing import Any
 
@@ -60,8 +59,7 @@ def note_files() -> None:
 
 
 def _noting(load: Callable[..., Any], path_of: Callable[..., str | None]) -> Callable[..., Any]:
-    """Returns `load`, which notes the file that `path_of` its arguments names; None for weights of more than a file, as
-    those of a difference to a MODEL are."""
+    """Returns `load` noting its file, `path_of` its arguments; None for weights of more, as of a difference."""
 
     @functools.wraps(load)
     def noting(*args: Any, **kwargs: Any) -> Any:
@@ -113,8 +111,7 @@ def gligen_file(network: Gligen) -> dict[str, Any]:
 
 
 def source_file(loaded: Any) -> SourceFile:
-    """Returns the file that this was loaded from. Raises LookupError where that is unknown, Refused where the file has
-    changed since."""
+    """Returns the file this was loaded from. Raises LookupError if that is unknown, Refused if it has changed."""
     file = _files.get(shared_part(loaded))
     if file is None:
         raise LookupError("ComfyUI's loader has not read it from a file")
@@ -124,19 +121,16 @@ def source_file(loaded: Any) -> SourceFile:
 
 def controls_of(conds: Conds) -> list[ControlBase]:
     """Returns all ControlNets of these conditions, each once, with those that they are chained to."""
-    return list(dict.fromkeys(control for prompt in conds.values() for cond in prompt for control in _chain(cond)))
-
-
-def _chain(cond: Mapping[str, Any]) -> Iterator[ControlBase]:
-    control = cond.get("control")
-    while control is not None:
-        yield control
-        control = control.previous_controlnet
+    controls: dict[ControlBase, None] = {}
+    for control in (cond.get("control") for prompt in conds.values() for cond in prompt):
+        while control is not None:
+            controls[control] = None
+            control = control.previous_controlnet
+    return list(controls)
 
 
 def gligens_of(conds: Conds) -> list[ModelPatcher]:
-    """Returns the GLIGEN models of these conditions, each once. They make as many boxes as there are images in a
-    batch."""
+    """Returns the GLIGEN models of these conditions, each once; they make a box for each image of a batch."""
     models = (cond["gligen"][1] for prompt in conds.values() for cond in prompt if cond.get("gligen"))
     return list(dict.fromkeys(models))
 
@@ -148,15 +142,8 @@ def is_patched(control: ControlBase) -> bool:
     return bool(patched) or control.extra_hooks is not None
 
 
-def called_functions(control: ControlBase) -> list[Any]:
-    """Returns the functions that a run calls on the ControlNet and its network; a pack may have replaced them."""
-    network = network_of(control)
-    return [getattr(control, name) for name in METHODS] + ([] if network is None else [network.forward])
-
-
 def describe_control_net(control: ControlBase, to: Callable[[Any], Any]) -> dict[str, Any]:
-    """Describes a ControlNet; `to` describes the values within it. Raises LookupError where its file is unknown,
-    Refused where the file has changed."""
+    """Describes a ControlNet, its values by `to`. Raises LookupError for an unknown file, Refused for a changed one."""
     file, dtypes = source_file(control), ("", "")
     if isinstance(control, ControlNet) and not isinstance(control, ControlLora):
         dtypes = _dtype_name(control.control_model.dtype), _dtype_name(control.manual_cast_dtype)
@@ -191,8 +178,7 @@ def weight_bytes(controls: Iterable[ControlBase]) -> int:
 
 
 def count_residuals(controls: Iterable[ControlBase], layers: int) -> int:
-    """Counts the tensors of all tokens that ControlNets give to a network of this many `layers`: each one's residuals,
-    and a chain's sums for every layer."""
+    """Counts the tensors of all tokens that ControlNets give to `layers`: residuals, and a chain's sums."""
     outputs = (getattr(network_of(control), name, ()) for control in controls for name in OUTPUTS)
     return sum(map(len, outputs)) + layers * sum(control.previous_controlnet is not None for control in controls)
 
@@ -235,7 +221,10 @@ def _describe_vae(vae: VAE, to: Parts) -> dict[str, Any]:
 def _describe_control(control: ControlBase, to: Parts) -> dict[str, Any]:
     if type(control) not in CONTROL_CLASSES:
         raise Unsendable("unsendable.object", what=to.what, thing=qualified_name(type(control)))
-    if is_patched(control) or not all(map(is_comfyui, called_functions(control))):
+    # What a run calls on it and on its network: a pack may have replaced that.
+    called = [getattr(control, name) for name in METHODS]
+    called += [] if (network := network_of(control)) is None else [network.forward]
+    if is_patched(control) or not all(map(is_comfyui, called)):
         raise Unsendable("unsendable.control.patched", what=to.what)
     try:
         return describe_control_net(control, to)

@@ -1,6 +1,5 @@
 """Describes what is on a MODEL for the workers: model options, wrappers, block patches, torch.compile; and the
-attention that a user chose for it: by a node, by the file, or by ComfyUI's flags.
-"""
+attention that a user chose for it: by a node, by the file, or by ComfyUI's flags."""
 
 from __future__ import annotations
 
@@ -56,8 +55,7 @@ def describe_options(options: dict[str, Any], describer: Describer) -> Any:
 def describe_functions(functions: dict[str, dict[Any, list[Any]]], what: str, describer: Describer) -> list[list[Any]]:
     """Describes each group of wrappers or callbacks, in their order: [kind, key, functions]. Raises Unsendable.
 
-    Groups before our own wrapper are left out: ComfyUI calls them first, in its own process.
-    """
+    Groups before our own wrapper are left out: ComfyUI calls them first, in its own process."""
     return [
         [kind, key, describer.describe(list(group), f"the {kind} {what}")]
         for kind, by_key in functions.items()
@@ -89,8 +87,7 @@ def describe_transformer_options(
     """Describes the transformer_options that a network's blocks read, and returns the VAEs in them.
 
     Raises Refused for foreign code in the blocks: without `packs` for that of packs, whose objects may keep state from
-    one evaluation to the next. Other foreign objects are left out: only foreign code reads them.
-    """
+    one evaluation to the next. Other foreign objects are left out: only foreign code reads them."""
     described, options_describer = {}, describer(model=model, packs=packs)
     for key, value in options.items():
         if key in AROUND_NETWORK or _empty(value):
@@ -117,13 +114,8 @@ def compilation(model: ModelPatcher, chosen: CompileChoice) -> Compilation | Non
         options = json.dumps(plain, sort_keys=True)
     except TypeError as error:
         raise Refused("compile.option", error=str(error)) from None
-    return Compilation(
-        backend=kwargs["backend"],
-        mode=kwargs["mode"],
-        fullgraph=bool(kwargs["fullgraph"]),
-        dynamic=kwargs["dynamic"],
-        options=options,
-    )
+    backend, mode, fullgraph, dynamic = (kwargs[name] for name in ("backend", "mode", "fullgraph", "dynamic"))
+    return Compilation(backend=backend, mode=mode, fullgraph=bool(fullgraph), dynamic=dynamic, options=options)
 
 
 def check_network_patches(model: ModelPatcher) -> None:
@@ -136,13 +128,9 @@ def check_network_patches(model: ModelPatcher) -> None:
             describer(model=model).describe(value, f"the replaced {name}")
         except Unsendable as reason:
             names.append(f"a replaced {name}: {reason.sentence}")
-    names += [
-        f"the {kind} callback {qualified_name(callback)}"
-        for kind, groups in model.callbacks.items()
-        if kind not in CALLED_CALLBACKS
-        for callback in chain.from_iterable(groups.values())
-        if not is_comfyui(callback)
-    ]
+    for kind in model.callbacks.keys() - CALLED_CALLBACKS:
+        foreign = (one for one in chain.from_iterable(model.callbacks[kind].values()) if not is_comfyui(one))
+        names += [f"the {kind} callback {qualified_name(callback)}" for callback in foreign]
     if names:
         raise Refused("model.inside", things="; ".join(sorted(names)))
     options = model.model_options["transformer_options"]
@@ -175,8 +163,7 @@ def _empty(value: Any) -> bool:
 
 
 def without_lse(model: ModelPatcher, request: ParallelRequest) -> str:
-    """Names the attention of this MODEL that a user chose and a ring cannot have, as it gives no log-sum-exp to merge
-    blocks of keys by; "" if there is none."""
+    """Names the attention chosen for this MODEL that gives no log-sum-exp, which a ring merges by; "" for none."""
     override = model.model_options["transformer_options"].get(OVERRIDE)
     if override is not None:
         return "" if _has_lse(attention_called_by(override)) else qualified_name(override)

@@ -137,13 +137,11 @@ def _missing_weights() -> Iterator[set[str]]:
     load_weights = BaseModel.load_model_weights
 
     def load(self: BaseModel, *args: Any, **kwargs: Any) -> BaseModel:
-        handle = self.diffusion_model.register_load_state_dict_post_hook(
-            lambda _, keys: missing.update(f"{NETWORK}.{key}" for key in keys.missing_keys)
-        )
-        try:
+        def note(_: nn.Module, keys: Any) -> None:
+            missing.update(f"{NETWORK}.{key}" for key in keys.missing_keys)
+
+        with self.diffusion_model.register_load_state_dict_post_hook(note):
             return load_weights(self, *args, **kwargs)
-        finally:
-            handle.remove()
 
     BaseModel.load_model_weights = load
     try:
@@ -182,14 +180,11 @@ def _part(owner: Any) -> KnownPart:
     )
 
 
+_class_name: Callable[[type], str] = functools.cache(qualified_name)
+
+
 def _kind_of(owner: Any) -> str:
-    kind: Any = type(owner)
-    return _class_name(kind)
-
-
-@functools.cache
-def _class_name(kind: type) -> str:
-    return qualified_name(kind)
+    return _class_name(type(owner))
 
 
 def _is_plain(value: Any) -> bool:
@@ -234,10 +229,8 @@ def _changed_values(
         now = vars(parts[path])
         expected = part.values
         if more := [name for name in now.keys() - part.names if not _is_bookkeeping(name)]:
-            of_class = {name: getattr(type(parts[path]), name, None) for name in more}
-            expected = expected | {
-                name: value for name, value in of_class.items() if _is_plain(value) and value is not None
-            }
+            of_class = ((name, getattr(type(parts[path]), name, None)) for name in more)
+            expected = expected | {name: one for name, one in of_class if _is_plain(one) and one is not None}
         for name, value in expected.items():
             found = now.get(name, Ellipsis)
             if found is not value and (found is Ellipsis or _is_plain(found)) and not _equal(found, value):
@@ -270,8 +263,7 @@ def _check_weights(parts: dict[str, Any], model: ModelPatcher, loaded: Loaded, p
 def _weights(
     parts: dict[str, Any], known: dict[str, KnownPart], model: ModelPatcher | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields the parameters, buffers and other tensors of the `known` parts, those that `model` has patches in as they
-    are without."""
+    """Yields the parameters, buffers and other tensors of the `known` parts, without the patches of `model`."""
     backup = {} if model is None else {name: kept.weight for name, kept in model.backup.items()}
     backup |= {} if model is None else {name: weight for name, (weight, _) in model.hook_backup.items()}
     for path, part in known.items():
@@ -297,8 +289,7 @@ def _widened(samples: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class NodeCall:
-    """A node of the prompt that ran, with its inputs there, values or links to other nodes, and the network as the node
-    put it into a model."""
+    """A node of the prompt that ran, its inputs (values or links), and the network as it put it into a model."""
 
     node: str
     inputs: dict[str, Any]
@@ -344,11 +335,10 @@ def spec_by_node(model: ModelPatcher) -> ModelSpec:
     folders = {name: list(paths) for name, (paths, *_) in folder_paths.folder_names_and_paths.items()}
     files = {folder_paths.get_full_path(folder, text) for text in call.inputs.values() if isinstance(text, str)
              for folder in folders}  # fmt: skip
+    arguments = {"inputs": call.inputs, "folders": folders, "pack_files": files_of(packs_named(loader))}
     return ModelSpec(
         loader=loader,
-        arguments=json.dumps(
-            {"inputs": call.inputs, "folders": folders, "pack_files": files_of(packs_named(loader))}, sort_keys=True
-        ),
+        arguments=json.dumps(arguments, sort_keys=True),
         files=tuple(stat_file(path) for path in sorted(filter(None, files))),
         weight_dtype=str(model.model.get_dtype()).removeprefix("torch."),
         dynamic_vram=model.is_dynamic(),

@@ -52,8 +52,7 @@ GUIDER_STATE = {
 
 @dataclass(frozen=True, eq=False)
 class OuterSample:
-    """The arguments of a guider's `outer_sample`, in ComfyUI's order. Several latents, of video and audio, are packed
-    into one, and `latent_shapes` are theirs."""
+    """The arguments of a guider's `outer_sample`, in order; `latent_shapes` are of latents packed into one."""
 
     noise: Tensor
     latent_image: Tensor
@@ -138,12 +137,9 @@ def _describe_variables(code: list[Any], parts: Describer) -> tuple[dict[str, An
     the packs. Raises Unsendable."""
     found = [*reached(code)]
     plain, objects = globals_of(found), objects_of(found)
-    sent = {
-        "globals": parts.describe(plain, "the packs' global variables"),
-        "objects": [
-            [name, parts.describe(objects[name], short(name), of_pack=True)] for name in objects.keys() & unequal
-        ],
-    }
+    sent: dict[str, Any] = {"globals": parts.describe(plain, "the packs' global variables")}
+    others = objects.keys() & unequal
+    sent["objects"] = [[name, parts.describe(objects[name], short(name), of_pack=True)] for name in others]
     states = {name: state(value) for name, value in objects.items() if name not in unequal}
     homes = (pack_reference(home_of(one)) or "" for one in found)
     return sent, states, [pack for name in (*homes, *plain, *objects) for pack in packs_named(name)]
@@ -154,14 +150,12 @@ def check_latent(model: ModelPatcher, latent: Tensor) -> None:
     form = model.get_model_object("latent_format")
     dims = ("batch", "channels", *LATENT_DIMS[form.latent_dimensions])
     if latent.ndim != len(dims) or latent.shape[1] != form.latent_channels or not latent.numel():
-        raise Refused(
-            "latent.shape", shape=str(tuple(latent.shape)), dims=", ".join(dims), channels=form.latent_channels
-        )
+        shape, channels = str(tuple(latent.shape)), form.latent_channels
+        raise Refused("latent.shape", shape=shape, dims=", ".join(dims), channels=channels)
 
 
 def check_guider(guider: comfy.samplers.CFGGuider) -> tuple[str, dict[str, Any]]:
-    """Returns the name of the guider's class, and its attributes. Raises Unsendable for a class that workers cannot
-    have."""
+    """Returns the guider's class and attributes. Raises Unsendable for a class that workers cannot have."""
     kind = reference(type(guider), "the GUIDER")
     state = {*GUIDER_STATE, TWO_MODEL_GUIDERS.get(kind)}
     return kind, {name: value for name, value in vars(guider).items() if name not in state}
@@ -189,8 +183,7 @@ def unsendable_partner(guider: comfy.samplers.CFGGuider) -> Unsendable:
 
 
 def describe_on_model(model: ModelPatcher, options: dict[str, Any], describer: Describer) -> list[Any]:
-    """Describes what is on a MODEL, with these model options: its object patches, the model options, its wrappers and
-    callbacks. Raises Unsendable."""
+    """Describes a MODEL's object patches, model options, wrappers and callbacks. Raises Unsendable."""
     if "registered_hooks" in options and options["registered_hooks"].get_type(EnumHookType.TransformerOptions):
         raise Unsendable("unsendable.hook")
     for callback in model.get_all_callbacks(CallbacksMP.ON_REGISTER_ALL_HOOK_PATCHES):
@@ -262,12 +255,11 @@ def check_token_patches(guider: comfy.samplers.CFGGuider, described: DescribedMo
     options, conds = guider.model_options, guider.conds
     inside = options.get("transformer_options", {})
     kinds = [kind for kind, functions in inside.get("patches", {}).items() if functions]
+    wrappers = wrappers_of(guider.model_patcher, options, WrappersMP.DIFFUSION_MODEL)
     present = {
         f"model patches ({', '.join(kinds)})": kinds,
         "replaced blocks": inside.get("patches_replace", {}).get("dit"),
-        "a wrapper around the network, such as a step cache": wrappers_of(
-            guider.model_patcher, options, WrappersMP.DIFFUSION_MODEL
-        ),
+        "a wrapper around the network, such as a step cache": wrappers,
         "context windows": options.get("context_handler"),
         "torch.compile": described.spec.compilation,
     }

@@ -121,8 +121,7 @@ def explain_decode(
 
 
 def _origin(vae: comfy.sd.VAE) -> tuple[str, str]:
-    """Returns the ComfyUI function that made the VAE, and its arguments in JSON; or "" and the metadata that the
-    weights lack."""
+    """Returns the function that made the VAE, with arguments in JSON; or "" and metadata that its weights lack."""
     init = vae.patcher.cached_patcher_init
     if init is not None and len(init) == 2 and init[0].__module__ == comfy.sd.VAE.__module__:
         with suppress(Refused, TypeError):  # a function without a name, or arguments that are not plain

@@ -140,8 +140,7 @@ class GroupModel:
             return sum_by_device(group.placement, graph_bytes)
 
     def give_back(self, device: str, nbytes: int) -> int:
-        """Has the ranks on one device move `nbytes` of this model's weights from it, except from a callback of a run.
-        Returns the freed bytes."""
+        """Moves `nbytes` of its weights from one device, but in no callback of a run. Returns the freed bytes."""
         ranks = [rank for rank, name in enumerate(self.group.placement.devices) if name == device]
         with runtime.exclusive(self.group) as group:
             listed = group is not None and group.models.get(self.spec) is self
@@ -191,8 +190,7 @@ def free_model(spec: ModelSpec, request: ParallelRequest | None) -> None:
 
 
 def room_bytes(group: WorkerGroup) -> list[int | None]:
-    """Returns the bytes of its device that each worker of this machine may take beside all models that are loaded; None
-    where nothing limits them."""
+    """Returns the device bytes each worker here may take beside loaded models; None where nothing limits them."""
     placement = group.placement
     sharing = Counter(placement.devices)
     if limits := user_limits(placement.world_size):

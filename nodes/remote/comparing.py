@@ -1,8 +1,7 @@
 """Compare: one step of each sampler of this graph, natively and on the workers, with the same inputs.
 
 The node that compares is expanded into copies of these samplers. The name of a copy says that it is one, so nothing is
-switched on that a cancelled run could leave switched on.
-"""
+switched on that a cancelled run could leave switched on."""
 
 from __future__ import annotations
 
@@ -37,15 +36,15 @@ AMPLIFIED = 10  # times what one unit in the last place does: an evaluation in p
 UNCLEAR = 0.1  # of the standard deviation: where one unit in the last place does so much, a difference shows nothing
 
 Prompt = dict[str, dict[str, Any]]
-SampleOneWay = Callable[[OuterSample], Tensor]
+OneWay = Callable[[OuterSample], Tensor]
 Callback = Callable[[int, Any, Any, int], None]
 
 
 @dataclass(frozen=True)
 class Difference:
     """How far apart the two results of a step are, the latent and what the network made of it, in standard deviations
-    of the native one. `moved` is how far one unit in the last place of `dtype` moves the native result, where it was
-    looked for; `approximate`, whether the run on the workers was asked to be."""
+    of the native one; `moved`: how far one unit in the last place of `dtype` moves that, None where nobody looked;
+    `approximate`: whether the run on the workers was asked to be."""
 
     most: float
     mean: float
@@ -86,16 +85,13 @@ def expanded() -> io.NodeOutput:
     replaced = copied | {context.node_id}  # CP Plan, without comparing, for samplers that have its configuration
     prefix, made = f"{context.node_id}.{COPY}", time.time()
 
-    def copy_of(inputs: dict[str, Any]) -> dict[str, Any]:
-        return {
-            name: [prefix + value[0], value[1]] if is_link(value) and value[0] in replaced else value
-            for name, value in inputs.items()
-        }
-
-    # A copy has an input that no node knows, since ComfyUI's cache must not take it for the sampler.
-    graph = {
-        prefix + name: {**prompt[name], "inputs": {**copy_of(prompt[name]["inputs"]), COPY: made}} for name in copied
-    }
+    graph: Prompt = {}
+    for name in copied:
+        inputs = prompt[name]["inputs"]
+        links = {key: value for key, value in inputs.items() if is_link(value) and value[0] in replaced}
+        inputs = inputs | {key: [prefix + node, slot] for key, (node, slot) in links.items()}
+        # A copy has an input that no node knows, since ComfyUI's cache must not take it for the sampler.
+        graph[prefix + name] = {**prompt[name], "inputs": {**inputs, COPY: made}}
     own = get_progress_state().dynprompt.get_node(context.node_id)
     linked = {value[0] for one in graph.values() for value in one["inputs"].values() if is_link(value)}
     if prefix + context.node_id in linked:
@@ -131,17 +127,13 @@ def samplers_in(prompt: Prompt) -> set[str]:
         for name, node in prompt.items():
             links = [value for value in node["inputs"].values() if is_link(value) and value[0] == source]
             kinds = [str(kind) for _, index in links for kind in outputs[int(index) :][:1]]
-            if name in seen or not any(map(_has_model, kinds)):
+            if name in seen or not any(kind in ("MODEL", "GUIDER", "*") or "PIPE" in kind for kind in kinds):
                 continue
             seen.add(name)
             todo.append(name)
             if {*PICTURES} & {*map(str, NODE_CLASS_MAPPINGS[node["class_type"]].RETURN_TYPES)}:
                 found.add(name)
     return found
-
-
-def _has_model(kind: str) -> bool:
-    return kind in ("MODEL", "GUIDER", "*") or "PIPE" in kind
 
 
 def _above(prompt: Prompt, name: str) -> set[str]:
@@ -162,19 +154,13 @@ def compared_sampler() -> str | None:
 
 
 def compared(
-    guider: CFGGuider,
-    call: OuterSample,
-    natively: SampleOneWay,
-    on_workers: SampleOneWay,
-    *,
-    steps: int,
-    dtype: torch.dtype,
+    guider: CFGGuider, call: OuterSample, natively: OneWay, on_workers: OneWay, *, steps: int, dtype: torch.dtype,
     approximate: bool,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Samples the first steps on the workers and natively, notes how far apart they are, and returns the native latent.
     Both get the same noise, random numbers and guider."""
 
-    def sampled(run: SampleOneWay, callback: Callback | None = None, eps: float = 0.0) -> dict[str, Tensor]:
+    def sampled(run: OneWay, callback: Callback | None = None, eps: float = 0.0) -> dict[str, Tensor]:
         made: dict[str, Tensor] = {}
 
         def note(step: int, x0: Tensor, x: Tensor, total: int) -> None:
@@ -219,9 +205,7 @@ def _apart(made: dict[str, Tensor], native: dict[str, Tensor]) -> tuple[float, f
     found = []
     for name in made.keys() & native.keys():
         one, other = (each[name].detach().double().cpu() for each in (made, native))
-        if one.shape != other.shape or not (one.isfinite() & other.isfinite()).all():
-            found.append((math.inf, math.inf))
-        else:
-            difference = (one - other).abs() / (other.std().item() or 1.0)
-            found.append((difference.max().item(), difference.mean().item()))
+        same = one.shape == other.shape and (one.isfinite() & other.isfinite()).all()
+        difference = (one - other).abs() / (other.std().item() or 1.0) if same else torch.tensor(math.inf)
+        found.append((difference.max().item(), difference.mean().item()))
     return max(found)

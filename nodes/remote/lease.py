@@ -1,5 +1,4 @@
-"""A run's lease of the workers: exclusive use of them, a plan, and memory for it on their devices. Every request to the
-workers goes through a lease."""
+"""A run's exclusive lease of the workers: a plan, memory for it, and every request that the workers get."""
 
 from __future__ import annotations
 
@@ -192,16 +191,9 @@ class Lease:
     def run(self, plan: RunPlan, job: Job, *, output: int | None = None, on_step: OnStep = lambda *_: None) -> Result:
         unrecordable = self.group.activity.unrecordable
         was_recordable = self.spec.unpatched not in unrecordable
+        watched: dict[str, Any] = {"on_step": on_step, "watch": check_interrupt}
         try:
-            return self.group.run(
-                self.spec,
-                plan.degrees,
-                job,
-                weight_placement=plan.weights,
-                output=output,
-                on_step=on_step,
-                watch=check_interrupt,
-            )
+            return self.group.run(self.spec, plan.degrees, job, weight_placement=plan.weights, output=output, **watched)
         except WorkerFailed as failed:
             log.error("[CP] rank %d:\n%s", failed.cause.rank, failed.traceback)
             recorded = was_recordable and self.spec.unpatched in unrecordable  # too much: that is not done again
@@ -319,8 +311,7 @@ def progress_bar() -> OnStep:
 
 
 def run_kind(spec: ModelSpec, work: Work, request: ParallelRequest) -> tuple[object, ...]:
-    """Returns a key of runs that take equally long on the same workers: others are not compared. A few more text tokens
-    do not change it."""
+    """Returns a key of runs that take equally long on the same workers; a few text tokens more count nothing."""
     tokens, options = round(KINDS_PER_DOUBLING * math.log2(max(1, work.tokens))), request.options
     chosen = options.step_cache, options.attention_backend, options.cuda_graphs, request.weights
     network = spec.unpatched, spec.compute_dtype, spec.compilation, work.network.weight_bytes

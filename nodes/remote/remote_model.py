@@ -1,7 +1,6 @@
 """A MODEL without weights in this process: each evaluation of its network is one request to the workers.
 
-Wrappers around the network, ControlNets, guiders and samplers run in this process, as they do on any MODEL.
-"""
+Wrappers around the network, ControlNets, guiders and samplers run in this process, as they do on any MODEL."""
 
 from __future__ import annotations
 
@@ -30,17 +29,11 @@ from ...parallel_runtime.loading.object_codec import PLAIN, Describer
 from ...parallel_runtime.planning.network_stats import Work
 from ...parallel_runtime.planning.run_plan import RunPlan
 from ...parallel_runtime.request import ParallelRequest
+from ..describe import model_patches
 from ..describe.batch_coupling import check_state, couples_by_masks, network_couples_batch
 from ..describe.foreign_code import check_module, check_network
 from ..describe.host import announce_refusals
 from ..describe.model import DescribedModel, describe_model
-from ..describe.model_patches import (
-    describe_transformer_options,
-    native_model,
-    native_network,
-    replaced_attributes,
-    replaced_methods,
-)
 from ..describe.sampling_job import MULTIGPU
 from .comfy_memory import CPU, GroupModel, WeightlessPatcher
 from .lease import lease_with_plan
@@ -57,8 +50,8 @@ def without_weights(model: ModelPatcher, request: ParallelRequest) -> RemoteMode
     made.evaluation = RemoteEvaluation(request)
     made.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, COMPILE_KEY)
     made.additional_models.pop(MULTIGPU, None)
-    made.model = _without_network(model.model, remote_network(native_network(model), made.evaluation))
-    made.model.diffusion_model.__dict__["native"] = native_model(model)
+    made.model = _without_network(model.model, remote_network(model_patches.native_network(model), made.evaluation))
+    made.model.diffusion_model.__dict__["native"] = model_patches.native_model(model)
     made.size = 1  # comfy_memory.py counts the workers' memory
     made.load_device, made.offload_device = comfy.model_management.get_torch_device(), CPU
     made.parent = None
@@ -170,10 +163,9 @@ class RemoteEvaluation:
             for _, value, *_ in patches:  # of another size by a LoRA, of which this process would read the old one
                 if isinstance(value, WeightAdapterBase) and value.calculate_shape(key) is not None:
                     raise Refused("model.resized", key=key)
-        if names := sorted(
-            replaced_attributes(model) | replaced_methods(model)
-        ):  # ComfyUI would set them on the network of this process
-            raise Refused("model.replaced", names=", ".join(names))
+        replaced = model_patches.replaced_attributes(model) | model_patches.replaced_methods(model)
+        if replaced:  # ComfyUI would set them on the network of this process
+            raise Refused("model.replaced", names=", ".join(sorted(replaced)))
         check_state(model, model.model_options)
         self._described = describe_model(model, self._request)
 
@@ -188,17 +180,13 @@ class RemoteEvaluation:
         batch_coupled = network_couples_batch(network, options or {}) or couples_by_masks(network, *masks)
         batch_coupled = batch_coupled or described.stats.images_coupled
         if options is not None:
-            options, vaes = describe_transformer_options(options)
+            options, vaes = model_patches.describe_transformer_options(options)
             described = described.with_vaes(vaes, shape)
         work = described.work(shape, text)
         job = EvaluationJob(
-            call_arguments=each,
-            options=options,
-            cond_arguments=with_described_objects(conds, self._objects),
-            weight_patches=described.weight_patches,
-            batch_coupled=batch_coupled,
-            method=method,
-        )
+            call_arguments=each, options=options, cond_arguments=with_described_objects(conds, self._objects),
+            weight_patches=described.weight_patches, batch_coupled=batch_coupled, method=method,
+        )  # fmt: skip
         inputs, sizes = described.inputs(self._request, work, batch_coupled=batch_coupled), (work, batch_coupled)
         plan = self._plans.get(sizes)
         with lease_with_plan(described.spec, inputs, previous=self._model, plan=plan, goes_on=True) as (lease, plan):
@@ -218,8 +206,8 @@ class RemoteEvaluation:
 
 
 def _outside_malloc_graph() -> AbstractContextManager[Any]:
-    """A context in which memory that is allocated belongs to no recording of a later ComfyUI's, which around some
-    networks repeats the addresses of the step before."""
+    """A context in which memory that is allocated belongs to no recording of ComfyUI's."""
+    # Later versions repeat, around some networks, the addresses of the step before.
     pause = getattr(sys.modules.get("comfy.model_prefetch"), "pause_malloc_graph", nullcontext)
     context: AbstractContextManager[Any] = pause()
     return context

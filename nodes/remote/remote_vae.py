@@ -1,6 +1,5 @@
 """The network of a VAE in the workers: each decode or encode of a tensor is one request to them. What they refuse of a
-VAE or a CLIP, ComfyUI's own code computes (`InWorkers`).
-"""
+VAE or a CLIP, ComfyUI's own code computes (`InWorkers`)."""
 
 from __future__ import annotations
 
@@ -163,30 +162,21 @@ class RemoteVAE:
             # Memory that is still missing refuses nothing: ComfyUI's estimate is high, and its VAE goes on with tiles.
             lease.claim(plan)
             job = VAEJob(
-                method=method,
-                x=x,
-                unit=unit,
-                shape=list(part.shape),
-                dtype=str(part.dtype).removeprefix("torch."),
-                offset=output.offset_of(part) or 0,
-                random_states=random_states(self._vae.device),
-                chunk_bytes=self._chunk_bytes(),
-                weights=None if self._spec.loader else dict(self._vae.get_sd()),
+                method=method, x=x, unit=unit, shape=list(part.shape), dtype=str(part.dtype).removeprefix("torch."),
+                offset=output.offset_of(part) or 0, random_states=random_states(self._vae.device),
+                chunk_bytes=self._chunk_bytes(), weights=None if self._spec.loader else dict(self._vae.get_sd()),
                 shares=shares,
-            )
+            )  # fmt: skip
             result = _run(lease, plan, job, output)
         set_random_states(result.value["random_states"], self._vae.device)
         tiles, network = self.tiles, self._vae.first_stage_model
         parts = tiles.grid(network, method, tuple(x.shape)).count if tiles else max(x.shape[-2:]) // unit
         workers = min(len(placement.devices), parts)
-        what = "VAE decoded" if method == "decode" else "VAE encoded"
-        log.info(
-            "[CP] %s on %d worker(s) in %.2f s, loaded in %.2f s", what, workers, result.seconds, result.load_seconds
-        )
+        what, seconds = "VAE decoded" if method == "decode" else "VAE encoded", (result.seconds, result.load_seconds)
+        log.info("[CP] %s on %d worker(s) in %.2f s, loaded in %.2f s", what, workers, *seconds)
 
     def _check(self, method: VAEMethod, x: Tensor, unit: int) -> None:
-        """Raises NotParallel for a VAE that has changed since, and for a tensor at which ComfyUI fails: a failure in a
-        worker would end the group."""
+        """Raises NotParallel for a changed VAE, and for tensors at which it fails, which would end the group."""
         check_vae(self._vae)
         channels = self._vae.latent_channels if method == "decode" else self._vae.output_channels
         if x.shape[1] != channels:
@@ -214,14 +204,13 @@ class RemoteVAE:
             tile = self.tiles.grid(vae.first_stage_model, method, shape).tile
             tile_bytes = int(estimate((*shape[:2], *tile), vae.vae_dtype))
             activations = [full_bytes, *[tile_bytes] * (len(placement.devices) - 1)]
-        other_machines = [0] * (placement.world_size - len(placement.devices))
+        world = placement.world_size
+        activations += [0] * (world - len(placement.devices))  # on other machines
         needed = Estimate(
-            weight_bytes_by_rank=(weight_bytes,) * placement.world_size,
-            activation_bytes_by_rank=(*activations, *other_machines),
-            buffer_bytes_by_rank=(0,) * placement.world_size,
-        )
-        degrees = Parallelism(ring_degree=placement.world_size)
-        return RunPlan(degrees=degrees, placement=placement, estimate=needed), shares
+            weight_bytes_by_rank=(weight_bytes,) * world, activation_bytes_by_rank=tuple(activations),
+            buffer_bytes_by_rank=(0,) * world,
+        )  # fmt: skip
+        return RunPlan(degrees=Parallelism(ring_degree=world), placement=placement, estimate=needed), shares
 
     def _shares_by_memory(self, lease: Lease, full_bytes: int, weight_bytes: int) -> list[int]:
         """Returns shares of the rows by each worker's memory; none where it suffices for equal shares."""
@@ -254,8 +243,7 @@ def _run(lease: Lease, plan: RunPlan, job: VAEJob, output: SharedOutput) -> Resu
 
 
 def placement_for(request: ParallelRequest | None) -> Placement:
-    """Returns a VAE's workers: the requested ones, else the live group, else one on each default device. Raises
-    Refused."""
+    """Returns a VAE's workers: as requested, else the live group, else all default devices. Raises Refused."""
     group = runtime.live
     live = group.placement if group is not None else None
     if request is None:

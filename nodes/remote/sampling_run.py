@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import comfy.samplers
 import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
+from comfy.samplers import CFGGuider
 from comfy_api.torch_helpers.torch_compile import COMPILE_KEY
 from torch import Tensor
 
@@ -95,9 +95,8 @@ def _on_workers(
     remote.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, COMPILE_KEY)
     remote.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, WRAPPER_KEY)  # CP Model's
     wrappers = remote.wrappers.pop(WrappersMP.OUTER_SAMPLE, {})
-    previews = {
-        key: group for key, group in wrappers.items() if all(qualified_name(one).endswith(PREVIEWS) for one in group)
-    }
+    is_preview = {key: all(qualified_name(one).endswith(PREVIEWS) for one in wrappers[key]) for key in wrappers}
+    previews = {key: group for key, group in wrappers.items() if is_preview[key]}
     inner = {key: group for key, group in wrappers.items() if key not in previews}  # run in the workers
     ours = {WRAPPER_KEY: [RemoteSampling(described, request, reason)]}
     remote.wrappers[WrappersMP.OUTER_SAMPLE] = {**previews, **ours, **inner}
@@ -161,10 +160,8 @@ def _with_partner(guider: Any, models: dict[str, DescribedModel], request: Paral
 
 def _with_remote_network(model: ModelPatcher, request: ParallelRequest, reason: Unsendable) -> ModelPatcher:
     _check_stepwise(request, reason.sentence)
-    log.info(
-        "[CP] the sampler runs in ComfyUI's process, and every model call goes to the workers and back, because %s",
-        reason,
-    )
+    words = "[CP] the sampler runs in ComfyUI's process, and every model call goes to the workers and back, because %s"
+    log.info(words, reason)
     remote = without_weights(model, request)
     remote.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, WRAPPER_KEY)  # of CP Model and CP Load Diffusion Model
     return remote
@@ -207,7 +204,7 @@ class LateSampling:
             remote = self._remote_sampling(executor.class_obj)
             return remote(executor, *args, **kwargs)
 
-    def _remote_sampling(self, guider: comfy.samplers.CFGGuider) -> RemoteSampling:
+    def _remote_sampling(self, guider: CFGGuider) -> RemoteSampling:
         models = {name: _as_guided(guider, name) for name in _models_of(guider)}
         described = {name: _describe_checked(model, self.request) for name, model in models.items()}
         try:
@@ -234,19 +231,13 @@ class RemoteSampling:
         if compared_sampler() is None or len(call.sigmas) < 2:
             return self._sample(executor.class_obj, call, natively)
         guider, options, computed = executor.class_obj, self.request.options, self.described.spec.compute_dtype
-        return compared(
-            guider,
-            call,
-            natively,
-            lambda call: self._sample(guider, call, natively),
-            steps=max(LEAST_STEPS, options.warmup_steps + 1) if options.token_patches > 1 else 1,
-            dtype=getattr(torch, computed) if computed else guider.model_patcher.model.get_dtype_inference(),
-            approximate=options.approximate,
-        )
+        steps = max(LEAST_STEPS, options.warmup_steps + 1) if options.token_patches > 1 else 1
+        dtype = getattr(torch, computed) if computed else guider.model_patcher.model.get_dtype_inference()
+        on_workers = partial(self._sample, guider, natively=natively)
+        how: dict[str, Any] = {"steps": steps, "dtype": dtype, "approximate": options.approximate}
+        return compared(guider, call, natively, on_workers, **how)
 
-    def _sample(
-        self, guider: comfy.samplers.CFGGuider, call: OuterSample, natively: Callable[[OuterSample], Tensor]
-    ) -> Tensor:
+    def _sample(self, guider: CFGGuider, call: OuterSample, natively: Callable[[OuterSample], Tensor]) -> Tensor:
         described = self.described.sampled_by(call.sampler).guided_by(guider.conds)
         check_conds(self.described, guider.conds)
         if self.request.options.token_patches > 1:
@@ -281,12 +272,7 @@ class RemoteSampling:
             raise error  # workers have to merge weight patches
 
     def _sample_whole(
-        self,
-        guider: comfy.samplers.CFGGuider,
-        described: DescribedModel,
-        job: SamplingJob,
-        call: OuterSample,
-        take_back: TakeBack,
+        self, guider: CFGGuider, described: DescribedModel, job: SamplingJob, call: OuterSample, take_back: TakeBack
     ) -> Tensor:
         """Samples in the workers; again with the network undivided, where code of packs turns out to need that."""
         try:
@@ -301,20 +287,16 @@ class RemoteSampling:
             except Refused:
                 raise error from None  # the degrees that were asked for need a split network
 
-    def _check_patches(self, guider: comfy.samplers.CFGGuider, described: DescribedModel, call: OuterSample) -> None:
+    def _check_patches(self, guider: CFGGuider, described: DescribedModel, call: OuterSample) -> None:
         request, patches = self.request, self.request.options.token_patches
         check_token_patches(guider, described, patches)
         described.check_patches(request, call.first_shape, text_tokens(guider.conds), len(call.sigmas) - 1)
         log.info(
             "[CP] approximate: not the picture of one GPU. After %d exact step(s) %d patches follow each other through "
-            "the stages with keys and values that are one step old",
-            request.options.warmup_steps,
-            patches,
-        )
+            "the stages with keys and values that are one step old", request.options.warmup_steps, patches,
+        )  # fmt: skip
 
-    def _sample_in_comfyui(
-        self, guider: comfy.samplers.CFGGuider, run: Callable[[], Tensor], reason: Unsendable
-    ) -> Tensor:
+    def _sample_in_comfyui(self, guider: CFGGuider, run: Callable[[], Tensor], reason: Unsendable) -> Tensor:
         models = _models_of(guider)
         vars(guider).update({name: _with_remote_network(model, self.request, reason) for name, model in models.items()})
         try:
@@ -323,21 +305,15 @@ class RemoteSampling:
             vars(guider).update(models)
 
     def _sample_in_workers(
-        self,
-        guider: comfy.samplers.CFGGuider,
-        described: DescribedModel,
-        job: SamplingJob,
-        call: OuterSample,
-        take_back: TakeBack,
+        self, guider: CFGGuider, described: DescribedModel, job: SamplingJob, call: OuterSample, take_back: TakeBack
     ) -> Tensor:
         guided, patches = _is_guided(guider), self.request.options.token_patches
         if patches > 1 and controls_of(guider.conds):
             raise Refused("patches.model", widget="patches", patches=patches, things="ControlNets")
         described = described.with_models_of(guider.conds)
         prompts = sum(map(len, list(guider.conds.values())[: None if guided else 1]))
-        work = described.work(
-            call.first_shape, text_tokens(guider.conds), prompts=prompts, cached=self.request.options.step_cache > 0
-        )
+        text, cached = text_tokens(guider.conds), self.request.options.step_cache > 0
+        work = described.work(call.first_shape, text, prompts=prompts, cached=cached)
         device = guider.model_patcher.load_device
         steps = StepCallback(call.callback, device, [*job.packs, *code_names.packs_named(described.spec.loader)])
         inputs = described.inputs(self.request, work, guided=guided, batch_coupled=job.batch_coupled)
@@ -354,19 +330,15 @@ class RemoteSampling:
             log.warning("[CP] what a pack's code has left in the workers cannot come back: %s", reason)
         skipped = result.value["skipped"]
         log.info(
-            "[CP] %s on %d worker(s): sampled in %.2f s, loaded in %.2f s%s",
-            described.stats.name,
-            plan.placement.world_size,
-            result.seconds,
-            result.load_seconds,
+            "[CP] %s on %d worker(s): sampled in %.2f s, loaded in %.2f s%s", described.stats.name,
+            plan.placement.world_size, result.seconds, result.load_seconds,
             ", step cache skipped {} of {} evaluations".format(*skipped) if skipped else "",
-        )
+        )  # fmt: skip
         return result.value["samples"]
 
 
 class StepCallback:
-    """Passes the workers' steps on to ComfyUI's callback. Steps may be dropped where this process is slow, except the
-    last one."""
+    """Passes the workers' steps on to ComfyUI's callback; a slow process may miss some, but not the last."""
 
     def __init__(
         self, callback: Callable[[int, Any, Any, int], None] | None, device: torch.device, packs: Sequence[str] = ()
@@ -389,9 +361,8 @@ class StepCallback:
             self.on_step(*last)
 
 
-def _is_guided(guider: comfy.samplers.CFGGuider) -> bool:
-    """Does a step evaluate several prompts at once? ComfyUI leaves the negative one out at cfg 1, and evaluates two
-    MODELs in turn."""
+def _is_guided(guider: CFGGuider) -> bool:
+    """Does a step evaluate several prompts at once? At cfg 1 it does not, nor with two MODELs, which take turns."""
     if len(guider.conds) < 2 or reference(type(guider), "the GUIDER") in TWO_MODEL_GUIDERS:
         return False
     if not isinstance(guider.cfg, int | float):  # of a pack: by step

@@ -1,6 +1,5 @@
 """The worker group's status in JSON, for /cp/status and as the event cp.status whenever it changes; and the HTTP routes
-under /cp, which ComfyUI serves under /api/cp too, behind its own check of the origin.
-"""
+under /cp, which ComfyUI serves under /api/cp too, behind its own check of the origin."""
 
 from __future__ import annotations
 
@@ -137,10 +136,7 @@ def _rank_json(rank: RankStatus, degrees: Parallelism | None) -> dict[str, Any]:
         "machine": rank.machine,
         "loaded": rank.loaded,
         "blocks": blocks_of_rank(degrees, rank.rank) if degrees else None,
-        "used_bytes": readings.used_bytes if readings else None,
-        "total_bytes": readings.total_bytes if readings else None,
-        "step_seconds": readings.step_seconds or None if readings else None,
-        "waited_seconds": readings.waited_seconds if readings else None,
+        **rank.shown,
         "weights": [{name: getattr(model, name) for name in WEIGHT_FIELDS} for model in weights],
         "graphs": asdict(readings.graphs) if readings else None,
     }

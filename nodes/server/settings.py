@@ -2,8 +2,7 @@
 them and ComfyUI stores them. Environment variables win over them.
 
 Workers may start before a node asks for them: with ComfyUI, if the user has set that, and while ComfyUI still encodes
-text, once a prompt with a CP node has run for WAIT_SECONDS.
-"""
+text, once a prompt with a CP node has run for WAIT_SECONDS."""
 
 from __future__ import annotations
 
@@ -64,22 +63,13 @@ class Settings:
     @property
     def request(self) -> ParallelRequest:
         """Returns the request of a node without a cp_config."""
-        return ParallelRequest(
-            devices=self.Devices.strip(),
-            ring_degree=self.RingDegree,
-            ulysses_degree=self.UlyssesDegree,
-            pipeline_degree=0,
-        )
+        ring, ulysses, devices = self.RingDegree, self.UlyssesDegree, self.Devices.strip()
+        return ParallelRequest(devices=devices, ring_degree=ring, ulysses_degree=ulysses, pipeline_degree=0)
 
 
 def settings_file() -> Path:
     """Returns the default user's file: all users of a server share the workers."""
     return Path(folder_paths.get_user_directory()) / "default" / "comfy.settings.json"
-
-
-def measurements_file() -> Path:
-    """Returns the file that keeps what devices measured, in ComfyUI's user folder, which outlives a container."""
-    return Path(folder_paths.get_user_directory()) / "context-parallel-sampler" / "measured.json"
 
 
 def refresh() -> Settings:
@@ -109,7 +99,8 @@ def _apply(version: tuple[int, int] | None) -> Settings:
     if not os.environ.get("CP_IDLE_SECONDS", "").strip():
         runtime.idle_seconds = settings.IdleSeconds
     runtime.default_devices = settings.Devices
-    runtime.measured.path = str(measurements_file())
+    # In ComfyUI's user folder, which outlives a container.
+    runtime.measured.path = os.path.join(folder_paths.get_user_directory(), "context-parallel-sampler", "measured.json")
     level = settings.LogLevel
     for package in PACKAGES:  # by default as ComfyUI's own
         logging.getLogger(package).setLevel(level if level in LEVELS and level != Settings.LogLevel else "NOTSET")
@@ -124,6 +115,7 @@ def _read() -> Any:
         except OSError:
             return None
         except (ValueError, RecursionError):
+            # ComfyUI may be in the middle of writing it.
             time.sleep(READ_PAUSE_SECONDS)
     log.warning("[CP] %s is not valid JSON; CP Sampler uses its default settings", settings_file())
     return None
@@ -136,9 +128,8 @@ def _from_environment() -> dict[str, Any]:
         if text.isdecimal() and len(text) < 10 and int(text) <= MAX_DEGREE:
             values[name] = int(text)
         elif text:
-            log.warning(
-                "[CP] %s=%r is not a degree from 0 to %d; the saved setting is used", variable, text, MAX_DEGREE
-            )
+            words = "[CP] %s=%r is not a degree from 0 to %d; the saved setting is used"
+            log.warning(words, variable, text, MAX_DEGREE)
     if (level := os.environ.get("CP_LOG_LEVEL", "").strip().upper()) in LEVELS:
         values["LogLevel"] = level
     if devices := os.environ.get("CP_DEVICES", "").strip():

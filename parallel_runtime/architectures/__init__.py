@@ -1,7 +1,6 @@
 """How each network is split: the words in which that is written, and plans of architectures by what tokens they have.
 
-A network is known by its class. One without a plan runs undivided. Plans need no torch.
-"""
+A network is known by its class. One without a plan runs undivided. Plans need no torch."""
 
 from importlib import import_module
 from pkgutil import iter_modules
@@ -16,10 +15,8 @@ _BY_CLASS = {kind: network for network in ARCHITECTURES for kind in network.kind
 
 
 def architecture_of(network: object) -> Architecture | None:
-    """The plan and the figures of a network's class; None for one without a plan.
-
-    A subclass is another class, whatever it changes: nobody has compared it with the plan.
-    """
+    """The plan and the figures of a network's class; None for one without a plan."""
+    # A subclass is another class, whatever it changes: nobody has compared it with the plan.
     kind = type(network)
     known = _BY_CLASS.get(f"{kind.__module__}:{kind.__qualname__}")
     return known if known is not None and known.fits(network) else None

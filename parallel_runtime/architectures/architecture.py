@@ -1,8 +1,7 @@
 """An architecture: its classes, its split plan, and the sizes that planning reads from a network; then shares of its
 blocks that cost about the same. Imports no torch.
 
-Sizes are read from attributes of the network, which may be without weights.
-"""
+Sizes are read from attributes of the network, which may be without weights."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -40,8 +39,7 @@ class Architecture:
     not say. `fits`: whether the plan is for this one of the class; it runs undivided if not. `batch_coupled`: whether
     this one's result depends on where prompts and images are in its batch, which ranks must not share out then.
     `images_coupled`: whether the images of a prompt are computed together, as frames that attend to each other are, so
-    that ranks may share out prompts and not images.
-    """
+    that ranks may share out prompts and not images."""
 
     name: str
     kinds: Names
@@ -59,9 +57,7 @@ class Architecture:
     def layers(self, net: Any) -> int:
         """Blocks with attention that run in turn; of those that run with others, such as have the latent's tokens."""
         main = self.plan.main_stream
-        plans = (
-            each for each in self._attending if not each.runs_with or any(main in of for *_, of in each.split_args)
-        )
+        plans = (one for one in self._attending if not one.runs_with or any(main in of for *_, of in one.split_args))
         return sum(len(net.get_submodule(module_plan.name)) for module_plan in plans)
 
     def heads(self, net: Any) -> int:

@@ -2,8 +2,7 @@
 
 Their relative L2 distance in float32 was 2.1e-6 or less, on 2 to 4 CPU ranks with tiny random weights: rows and
 columns, odd and uneven sizes; tests/rows compares them. MiniMax H3's was the same to the bit: ranks compute whole tiles
-of it. A VAE is known by its classes, never by a file's name. Knows only names.
-"""
+of it. A VAE is known by its classes, never by a file's name. Knows only names."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,8 +39,7 @@ class Tiles:
     """A VAE that decodes and encodes a tile of a clip by methods of these names, [B, C, T, H, W] -> [B, C, T, H, W].
 
     `output(model, method, shape)` is the shape of what they make of a tile, `grid` what a whole input is cut into.
-    An encoder takes `least_rows` rows and columns of the latent or more.
-    """
+    An encoder takes `least_rows` rows and columns of the latent or more."""
 
     decode: str
     encode: str
@@ -79,8 +77,7 @@ class Compared:
     """What a VAE needs beside its rows. Modules of the classes `over_time` attend along time only. `chunk_size` is the
     function, "module:name", by which the VAE asks how many bytes of time it may compute at once; `limits` its method
     that takes the limits of memory by which it would slice its convolutions and norms: no rank may go by its own bytes.
-    With `tiles` each rank computes tiles of the picture instead of rows.
-    """
+    With `tiles` each rank computes tiles of the picture instead of rows."""
 
     over_time: tuple[str, ...] = ()
     chunk_size: str = ""
@@ -88,6 +85,9 @@ class Compared:
     tiles: Tiles | None = None
 
 
+MINIMAX_H3_TILES = Tiles(
+    decode="_decode_pixels", encode="_encode_moments", output=_minimax_h3_output, grid=_minimax_h3_grid, least_rows=2
+)
 COMPARED: dict[str, Compared] = {
     f"{KL}({DIFFUSION}.Encoder, {DIFFUSION}.Decoder)": Compared(),
     f"{ENGINE}({DIFFUSION}.Encoder, {DIFFUSION}.Decoder)": Compared(),
@@ -102,43 +102,26 @@ COMPARED: dict[str, Compared] = {
     f"({COSMOS}.EncoderFactorized, {COSMOS}.DecoderFactorized)": Compared(),
     f"{COGVIDEO}.AutoencoderKLCogVideoX({COGVIDEO}.Encoder3D, {COGVIDEO}.Decoder3D)": Compared(),
     f"{SEEDVR}.VideoAutoencoderKLWrapper({SEEDVR}.Encoder3D, {SEEDVR}.Decoder3D)": Compared(limits="set_memory_limit"),
-    MINIMAX_H3: Compared(
-        tiles=Tiles(
-            decode="_decode_pixels",
-            encode="_encode_moments",
-            output=_minimax_h3_output,
-            grid=_minimax_h3_grid,
-            least_rows=2,
-        )
-    ),
+    MINIMAX_H3: Compared(tiles=MINIMAX_H3_TILES),
     "comfy.taesd.taesd.TAESD": Compared(),
     "comfy.taesd.taehv.TAEHV": Compared(),
 }
 
 _LDM = "comfy.ldm."
 WHOLE: dict[str, str] = {  # ComfyUI's other classes, and the sentence (cpReport) that says why its own process has them
-    **dict.fromkeys(
-        (
-            f"{_LDM}audio.autoencoder.AudioOobleckVAE",
-            f"{_LDM}audio.vae_sa3.SA3AudioVAE",
-            f"{_LDM}ace.vae.music_dcae_pipeline.MusicDCAE",
-            f"{_LDM}lightricks.vae.audio_vae.AudioVAE",
-            f"{_LDM}minimax.audio_vae.MiniMaxH3AudioVAE",
-            f"{_LDM}minimax_music.dav.MiniMaxMusic3DAV",
-            f"{_LDM}mmaudio.vae.autoencoder.AudioAutoencoder",
-        ),
-        "vae.sound",
-    ),
-    **dict.fromkeys(
-        (
-            f"{_LDM}hunyuan3d.vae.ShapeVAE",
-            f"{_LDM}trellis2.vae.ShapeVae",
-            f"{_LDM}trellis2.vae.TextureVae",
-            f"{_LDM}triposplat.vae.OctreeGaussianDecoder",
-        ),
-        "vae.shape",
-    ),
-    **dict.fromkeys((f"{_LDM}cascade.stage_a.StageA", f"{_LDM}cascade.stage_c_coder.StageC_coder"), "vae.small"),
+    f"{_LDM}audio.autoencoder.AudioOobleckVAE": "vae.sound",
+    f"{_LDM}audio.vae_sa3.SA3AudioVAE": "vae.sound",
+    f"{_LDM}ace.vae.music_dcae_pipeline.MusicDCAE": "vae.sound",
+    f"{_LDM}lightricks.vae.audio_vae.AudioVAE": "vae.sound",
+    f"{_LDM}minimax.audio_vae.MiniMaxH3AudioVAE": "vae.sound",
+    f"{_LDM}minimax_music.dav.MiniMaxMusic3DAV": "vae.sound",
+    f"{_LDM}mmaudio.vae.autoencoder.AudioAutoencoder": "vae.sound",
+    f"{_LDM}hunyuan3d.vae.ShapeVAE": "vae.shape",
+    f"{_LDM}trellis2.vae.ShapeVae": "vae.shape",
+    f"{_LDM}trellis2.vae.TextureVae": "vae.shape",
+    f"{_LDM}triposplat.vae.OctreeGaussianDecoder": "vae.shape",
+    f"{_LDM}cascade.stage_a.StageA": "vae.small",
+    f"{_LDM}cascade.stage_c_coder.StageC_coder": "vae.small",
     f"{_LDM}lightricks.vae.na_diffusion_decoder.CausalDiffusionVAE": "vae.windows",
     f"{_LDM}mage_flow.vae.MageVAE": "vae.windows",
     "comfy.pixel_space_convert.PixelspaceConversionVAE": "vae.pixels",

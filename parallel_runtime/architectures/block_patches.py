@@ -1,8 +1,7 @@
 """Which of ComfyUI's patches between and inside blocks need all tokens, and which work on each token, or each frame,
 alone and so can run on a split sequence.
 
-Knows functions and classes by their names. Imports no torch, no ComfyUI.
-"""
+Knows functions and classes by their names. Imports no torch, no ComfyUI."""
 
 import inspect
 import os
@@ -50,14 +49,12 @@ def see_all_tokens(patches: Mapping[str, Sequence[Any]]) -> list[str]:
 
 
 def sees_each_token(function: Any) -> bool:
-    """Whether `function` gives the same on any part of the tokens: one of ComfyUI's that is known to, or one that says
-    so."""
+    """Whether `function` gives the same on any part of the tokens: a known one of ComfyUI's, or one that says so."""
     return _declared(function) == "each token" or _is_one_of(EACH_TOKEN, function)
 
 
 def attends_each_head(override: Any) -> bool:
-    """Whether an attention override gives the same on a part of the heads: one of ComfyUI's, a known one of a pack, or
-    one that says so."""
+    """Whether an override gives the same on a part of the heads: a known one, or one that says so."""
     home = getattr(override, "__globals__", {}).get("__name__", _named(override).__module__)
     if _is_one_of(EACH_HEAD, override):
         names = override.__code__.co_freevars

@@ -1,6 +1,5 @@
 """How the networks of ControlNets are split. They are no MODELs: each is split like the network that its residuals are
-added to, by rows for a UNet and by tokens for all others, so that no residual has to be gathered.
-"""
+added to, by rows for a UNet and by tokens for all others, so that no residual has to be gathered."""
 
 from dataclasses import dataclass, field, replace
 

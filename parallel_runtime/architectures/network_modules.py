@@ -1,7 +1,6 @@
 """The modules of a network that its plan names, its blocks where it has no plan, those that choose their own attention,
 and its blocks in the order in which they run, divided into the stages of a pipeline. Knows no ranks and no file format.
-ComfyUI's process and the workers use the same arithmetic.
-"""
+ComfyUI's process and the workers use the same arithmetic."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,6 +1,5 @@
 """How a network of convolutions is split: by rows of the picture at each of its levels; and the plans of UNets
-and Stable Cascade. Imports no torch.
-"""
+and Stable Cascade. Imports no torch."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -37,8 +36,7 @@ class RowPlan(SplitPlan):
     pictures. There are no `module_plans`: ComfyUI calls the layers of a UNet's blocks one by one, and never a block.
     `fetched_classes` are the classes of modules that it calls, and before which their weights may be fetched. Modules
     of `across_classes` have statistics of all pixels. With an argument of `refused_split`, and with `only_multiples` at
-    sizes that are no multiple of the last level's, every rank computes all of it.
-    """
+    sizes that are no multiple of the last level's, every rank computes all of it."""
 
     depth: Callable[[Any], int] = field(kw_only=True)
     attends: Names = ("attn1",)
@@ -75,8 +73,7 @@ class CascadeRowPlan(RowPlan):
 
 @dataclass(frozen=True, kw_only=True)
 class RowArchitecture(Architecture):
-    """An architecture with a RowPlan: a UNet. Modules of `sending_classes` send a message, beside those of
-    attentions."""
+    """An architecture with a RowPlan, a UNet. Modules of `sending_classes`, and attentions, send messages."""
 
     plan: RowPlan
     patch: Sequence[int] = (1, 1, 1)

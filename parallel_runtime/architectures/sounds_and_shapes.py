@@ -1,6 +1,5 @@
 """Networks of sound, and of shapes in three dimensions that are made of points. Hunyuan 3D stands with the networks of
-pictures whose blocks it has.
-"""
+pictures whose blocks it has."""
 
 from collections.abc import Sequence
 from typing import Any

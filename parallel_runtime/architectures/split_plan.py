@@ -1,6 +1,5 @@
 """The language of split plans: how each argument of a network's blocks is split over ranks, and over which streams of
-tokens its attention runs. Argument names are the network's own. Knows no model, no torch and no ranks.
-"""
+tokens its attention runs. Argument names are the network's own. Knows no model, no torch and no ranks."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,8 +17,7 @@ class Split:
 
     The first tensor of a stream in a forward sets its length. `flat` dims from `dim` on are one row of tokens: with 3,
     [B, T, H, W, C] becomes [B, local tokens, 1, 1, C]. `repeats`: blocks run several times in a forward, each time from
-    full tokens to full tokens, and the length may change between them.
-    """
+    full tokens to full tokens, and the length may change between them."""
 
     streams: Names
     dim: int = 1
@@ -33,8 +31,7 @@ class SplitLike:
 
     A dim of size 1 is not split. `per`: an entry may stand for several tokens, such as a frame's; it is repeated first.
     `at_end`: there may be fewer entries, for the last tokens. `ndim`: only tensors with this many dims are split (None:
-    all). Every tensor of a list or tuple is split.
-    """
+    all). Every tensor of a list or tuple is split."""
 
     streams: Names
     dim: int = 1
@@ -47,8 +44,7 @@ class SplitLike:
 class Slices:
     """Ranges (start, end, ...) of positions in the full streams; `after`: the streams concatenated before these.
 
-    A tensor that follows start and end has one entry a position of the range, and is split with it.
-    """
+    A tensor that follows start and end has one entry a position of the range, and is split with it."""
 
     streams: Names
     after: Names = ()
@@ -67,8 +63,7 @@ class Count:
     """The global token count of streams: a number, or the length of a tensor along `dim`. It is passed unchanged.
 
     For streams whose length no hidden states show. Of several streams all lengths but one are known by then, and that
-    one is the remainder.
-    """
+    one is the remainder."""
 
     streams: Names
     dim: int = -1
@@ -78,8 +73,7 @@ class Count:
 class Gather:
     """Hidden states that are gathered from all ranks. `after`: a module that computes each token by itself, and gives
     fewer numbers for it, runs on a rank's own tokens first, and what it returns is gathered. Where it returns parts of
-    the stream, `ranges` names the argument (start, end, ...) of each.
-    """
+    the stream, `ranges` names the argument (start, end, ...) of each."""
 
     streams: Names
     dim: int = 1
@@ -98,8 +92,7 @@ class Cross:
 @dataclass(frozen=True, kw_only=True)
 class Window:
     """An attention in which each token sees `width` tokens on each side, and all if that is None. The mask that the
-    module makes from its local tokens is ignored.
-    """
+    module makes from its local tokens is ignored."""
 
     streams: Names
     width: str | int  # the name of the module's attribute, or its value
@@ -113,8 +106,7 @@ class HeadFunction:
     Its first arguments are queries, keys and values, [B, tokens, heads, head size], [B, tokens, heads x head size] or,
     `heads_first`, [B, heads, tokens, head size]; it returns one of these. A number `heads`, or the number after the
     values, is replaced by that of this rank's heads; a tensor that has all heads in its second of four dims is narrowed
-    to them. All others must be of full tokens. `streams`: None for the block's hidden states.
-    """
+    to them. All others must be of full tokens. `streams`: None for the block's hidden states."""
 
     streams: Names | Cross | None = None
     heads_first: bool = False
@@ -125,8 +117,7 @@ class HeadProducer:
     """A function in the place of a block's attention `module`, which it calls like that: on hidden states [tokens,
     width], of which it makes queries, keys and values by the module's layer `qkv`, a gate by `gate` where there is one,
     and its result by `out`. It computes each head by itself, and gets all tokens and a module of this rank's heads:
-    what `qkv` and `gate` give is exchanged before. The argument `full` is not split for it.
-    """
+    what `qkv` and `gate` give is exchanged before. The argument `full` is not split for it."""
 
     module: str
     qkv: str
@@ -141,8 +132,7 @@ class Frames:
 
     A rank's tokens may begin inside a frame: they are padded with zeros to full frames for the module, and the padding
     is dropped from its output. The module gets only the conditions of these frames, along dim 1, `each` entries a
-    frame. The argument `until` counts the tokens that belong to frames, from the first on (None: all).
-    """
+    frame. The argument `until` counts the tokens that belong to frames, from the first on (None: all)."""
 
     stream: str
     tokens: str
@@ -153,18 +143,8 @@ class Frames:
 
 # How an argument is split: a spec; a tuple of specs, one an item of the value; a list of specs, of which the value's
 # length selects one; None to pass it unchanged; or a function of the value and of `split(value, spec)`.
-SplitSpec = (
-    Split
-    | SplitLike
-    | Slices
-    | Index
-    | Count
-    | Gather
-    | tuple[Any, ...]
-    | list[Any]
-    | Callable[[Any, Callable[[Any, Any], Any]], Any]
-    | None
-)
+_Named = Split | SplitLike | Slices | Index | Count | Gather
+SplitSpec = _Named | tuple[Any, ...] | list[Any] | Callable[[Any, Callable[[Any, Any], Any]], Any] | None
 AttentionSpec = Names | Cross | Window | Local
 TokenFunction = Literal["sum", "convolution"]
 AttentionSpecs = AttentionSpec | list[AttentionSpec]  # the token count selects one of a list
@@ -189,8 +169,7 @@ class ModulePlan:
     `updates` names the arguments of the next block that a block's outputs replace, in order; None: those with a Split.
     Where a block belongs to another pipeline stage, tensors of their shapes stand in for its outputs; (): every stage
     has all of these blocks. `runs_with` (for each block, the index of a block in the stack before) puts a block into
-    the stage of that one; without it these blocks run after that stack.
-    """
+    the stage of that one; without it these blocks run after that stack."""
 
     name: str
     args: Mapping[str | int, SplitSpec] = field(default_factory=dict)
@@ -261,8 +240,7 @@ class SplitPlan:
     `replicated` streams are full on every rank, and only their attention is shared out. `no_options` names Python
     modules whose attention gets no transformer_options. Of streams `in_turns` a network calls its blocks several times
     in a forward, each time with other tokens: a kept prompt's, then the image's. `agreed` are methods of the network
-    that return what it has kept, or None, and whether that is complete: true where it is on all ranks.
-    """
+    that return what it has kept, or None, and whether that is complete: true where it is on all ranks."""
 
     module_plans: tuple[ModulePlan, ...]
     residuals: Names = ("input", "output")
@@ -273,10 +251,8 @@ class SplitPlan:
 
     def __post_init__(self) -> None:
         if unknown := self.replicated - self.streams:
-            raise ValueError(
-                f"the plan splits no stream {', '.join(sorted(unknown))} that could be replicated; it splits "
-                f"{', '.join(sorted(self.streams))}"
-            )
+            missing, split = (", ".join(sorted(names)) for names in (unknown, self.streams))
+            raise ValueError(f"the plan splits no stream {missing} that could be replicated; it splits {split}")
 
     @cached_property
     def main_stream(self) -> str:

@@ -122,12 +122,13 @@ KANDINSKY5 = Architecture(
 )
 
 # LTX-Video, and LTX-2 with its audio. Texts are read as keys only: full on every rank.
+LTXV_MASKS = ("attention_mask", "self_attention_mask")
 LTXV_BLOCKS = ModulePlan(
     "transformer_blocks",
     {"x": Split(VIDEO), "pe": (SplitLike(VIDEO), None), "timestep": SplitLike(VIDEO)},
     attends=VIDEO,
     submodule_attends={"attn2": "local"},
-    unsplit_args=("attention_mask", "self_attention_mask", "context", "prompt_timestep"),
+    unsplit_args=(*LTXV_MASKS, "context", "prompt_timestep"),
 )
 LTXV = Architecture(
     name="LTX-Video",
@@ -168,14 +169,7 @@ LTXAV_BLOCKS = ModulePlan(
         "audio_to_video_attn": Cross(queries=VIDEO, keys=AUDIO),
         "video_to_audio_attn": Cross(queries=AUDIO, keys=VIDEO),
     },
-    unsplit_args=(
-        "v_context",
-        "a_context",
-        "attention_mask",
-        "self_attention_mask",
-        "v_prompt_timestep",
-        "a_prompt_timestep",
-    ),
+    unsplit_args=("v_context", "a_context", *LTXV_MASKS, "v_prompt_timestep", "a_prompt_timestep"),
     gathers=True,
 )
 LTXAV = replace(
@@ -183,15 +177,14 @@ LTXAV = replace(
 )
 
 # MiniMax H3: text, conditions, audio and video in one stream of tokens without a batch.
+MINIMAX_H3_HEADS = HeadProducer(
+    module="attn", qkv="qkv_proj", out="out_proj", gate="to_gate_compress", full="rope_freqs"
+)
 MINIMAX_H3_BLOCKS = ModulePlan(
     "blocks",
     {"x": Split(JOINT, dim=0), "mod_segments": Slices(JOINT), "rope_freqs": SplitLike(JOINT)},
     attends=JOINT,
-    head_producers={
-        "attention": HeadProducer(
-            module="attn", qkv="qkv_proj", out="out_proj", gate="to_gate_compress", full="rope_freqs"
-        )
-    },
+    head_producers={"attention": MINIMAX_H3_HEADS},
     unsplit_args=("t_emb",),
 )
 
@@ -200,13 +193,10 @@ def _split_range(value: Any, split: Callable[[Any, Any], Any]) -> Any:
     return split([value], Slices(JOINT))[0]
 
 
+RANGES = ("video_seg", "audio_seg")
 MINIMAX_H3_LAST = ModulePlan(
     "final_layer",
-    {
-        "x": Gather(JOINT, dim=0, after=True, ranges=("video_seg", "audio_seg")),
-        "video_seg": _split_range,
-        "audio_seg": _split_range,
-    },
+    {"x": Gather(JOINT, dim=0, after=True, ranges=RANGES), **dict.fromkeys(RANGES, _split_range)},
     unsplit_args=("t_emb",),
 )
 MINIMAX_H3 = Architecture(

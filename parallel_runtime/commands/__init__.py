@@ -1,1 +1,1 @@
-"""The commands of `python -m parallel_runtime`: demo, join, migrate, networks, report."""
+"""The commands of `python -m parallel_runtime`: demo, join, migrate, packs, report."""

@@ -1,8 +1,7 @@
 """python -m parallel_runtime join HOST:PORT: lend this machine's devices to the ComfyUI there, until Ctrl-C.
 
 Starts this machine's workers when the other machine asks for them, ends them when its connection ends, and waits for
-the next request.
-"""
+the next request."""
 
 import argparse
 import logging
@@ -83,12 +82,8 @@ def _run_workers(endpoint: str, key: str, channel: TcpChannel, invitation: Invit
     """Runs the workers until they end, and returns how; None if ComfyUI ends them. Raises OSError."""
     log.info("[CP] joined: starting %d worker(s)", invitation.workers)
     host, _ = parse_endpoint(endpoint)
-    meeting = Rendezvous(
-        store=f"{host}:{invitation.store}",
-        machine=invitation.index,
-        machines=invitation.nnodes,
-        interface=interface_of(channel.addresses[0]),
-    )
+    store, interface = f"{host}:{invitation.store}", interface_of(channel.addresses[0])
+    meeting = Rendezvous(store=store, machine=invitation.index, machines=invitation.nnodes, interface=interface)
     first_rank = invitation.index * invitation.workers
     torchrun = Torchrun(range(first_rank, first_rank + invitation.workers))
     try:
@@ -103,11 +98,7 @@ def _run_workers(endpoint: str, key: str, channel: TcpChannel, invitation: Invit
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="parallel_runtime join", description=__doc__)
     parser.add_argument("endpoint", metavar="HOST:PORT", help="rdzv_endpoint of CP Parallel Config")
-    parser.add_argument(
-        "--token-file", help=f"a file with the shared token; otherwise the file that ${TOKEN_FILE} names"
-    )
+    parser.add_argument("--token-file", help=f"a file with the shared token; otherwise the one ${TOKEN_FILE} names")
     parser.add_argument("--devices", default="", help="such as 0,1 or cpu,cpu; otherwise as many as ComfyUI's machine")
-    parser.add_argument(
-        "--comfyui", default="", help="the folder of ComfyUI here; otherwise the path on ComfyUI's machine"
-    )
+    parser.add_argument("--comfyui", default="", help="ComfyUI's folder here; otherwise the path on ComfyUI's machine")
     return parser.parse_args(arguments)

@@ -17,25 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .saved_graph import (
-    Json,
-    Wire,
-    as_list,
-    connect,
-    disconnect,
-    free_place,
-    give_back_links,
-    graphs_of,
-    items,
-    move_links,
-    number_of,
-    origin_of,
-    under,
-    wires_of,
-)
+from . import saved_graph as saved
 
 log = logging.getLogger(__name__)
 
+Json = saved.Json
 ROOT = Path(__file__).resolve().parents[2]
 
 REPLACEMENTS = {
@@ -87,7 +73,7 @@ def migrated(workflow: Any, *, back: bool = False, large: IsLarge = lambda _: Fa
     if not isinstance(workflow, dict):
         raise ValueError(f"a workflow is a JSON object, and this is a {type(workflow).__name__}")
     if isinstance(workflow.get("nodes"), list):
-        graphs = [*graphs_of(workflow)]
+        graphs = [*saved.graphs_of(workflow)]
         return workflow, [change for place, graph in graphs for change in _swap_nodes(graph, place, names, large)]
     calls = workflow.get("prompt") if isinstance(workflow.get("prompt"), dict) else workflow
     if not calls or not all(isinstance(call, dict) and "class_type" in call for call in calls.values()):
@@ -105,7 +91,7 @@ def remaining(workflow: Json) -> list[str]:
     if not isinstance(workflow.get("nodes"), list):
         calls = workflow["prompt"] if isinstance(workflow.get("prompt"), dict) else workflow
         return [f"node {name} ({call['class_type']})" for name, call in calls.items() if call["class_type"] in OTHERS]
-    nodes = [(place, node) for place, graph in graphs_of(workflow) for node in items(graph.get("nodes"))]
+    nodes = [(place, node) for place, graph in saved.graphs_of(workflow) for node in saved.items(graph.get("nodes"))]
     named = [(f" in {place}" if place else "", node) for place, node in nodes if node.get("type") in OTHERS]
     return [f"node {node.get('id', node.get('index', '?'))}{where} ({node['type']})" for where, node in named]
 
@@ -115,9 +101,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("workflow", type=Path, help="a saved workflow, or - for standard input")
     parser.add_argument("--back", action="store_true", help="replace CP nodes by ComfyUI's own samplers")
     parser.add_argument("--clip", action="store_true", help="a CP CLIP after each loader of text encoders, of any size")
-    models = (
-        "ComfyUI's folder of models, which says how large text encoders are; otherwise of the ComfyUI around this pack"
-    )
+    models = "ComfyUI's folder of models, which says how large text encoders are; else of the ComfyUI around this pack"
     parser.add_argument("--models", type=Path, default=ROOT.parent.parent / "models", help=models)
     parser.add_argument("-o", "--out", type=Path, help="where to write; otherwise NAME.cp.json, or NAME.native.json")
     options = parser.parse_args(arguments)
@@ -182,46 +166,46 @@ def _is_of(kinds: dict[str, str], node: Any, key: str) -> bool:
 
 
 def _swap_nodes(graph: Json, place: str, names: dict[str, str], large: IsLarge) -> Iterator[SwappedNode]:
-    nodes = items(graph.get("nodes"))
+    nodes = saved.items(graph.get("nodes"))
     configs = [node for node in nodes if node.get("type") == CONFIG and node.get("mode", ALWAYS) == ALWAYS]
     config = configs[0] if len(configs) == 1 else None
     samplers = [node for node in nodes if _is_of(names, node, "type")]
     for node in samplers:
         yield _swap_on_canvas(node, names[node["type"]], place)
         if names is NATIVE:
-            disconnect(graph, node, SOCKET["name"])
+            saved.disconnect(graph, node, SOCKET["name"])
             continue
-        node["inputs"] = [*as_list(node.get("inputs")), dict(SOCKET)]
-        connect(graph, config, 0, node, len(node["inputs"]) - 1)
+        node["inputs"] = [*saved.as_list(node.get("inputs")), dict(SOCKET)]
+        saved.connect(graph, config, 0, node, len(node["inputs"]) - 1)
     yield from _take_clips(graph, place) if names is NATIVE else _put_clips(graph, place, samplers, config, large)
 
 
 def _put_clips(
     graph: Json, place: str, samplers: list[Json], config: Json | None, large: IsLarge
 ) -> Iterator[SwappedNode]:
-    by_id = {node["id"]: node for node in items(graph.get("nodes")) if isinstance(node.get("id"), int | str)}
+    by_id = {node["id"]: node for node in saved.items(graph.get("nodes")) if isinstance(node.get("id"), int | str)}
     kinds = {number: node.get("type") for number, node in by_id.items()}
     below = [number for number, node in by_id.items() if any(node is sampler for sampler in samplers)]
-    for number, slot in _loaders(wires_of(graph), kinds, below):
+    for number, slot in _loaders(saved.wires_of(graph), kinds, below):
         values = by_id[number].get("widgets_values")
-        if large(_texts(values.values() if isinstance(values, dict) else as_list(values))):
+        if large(_texts(values.values() if isinstance(values, dict) else saved.as_list(values))):
             made = _put_clip(graph, by_id[number], slot, config)
             yield SwappedNode(node=str(made["id"]), before="", after=CLIP, place=place)
 
 
 def _take_clips(graph: Json, place: str) -> Iterator[SwappedNode]:
     """Takes each CP CLIP away that gets a CLIP: what it fed gets that."""
-    for node in [node for node in items(graph.get("nodes")) if node.get("type") == CLIP]:
-        number, origin = node.get("id"), origin_of(graph, node, "clip")
+    for node in [node for node in saved.items(graph.get("nodes")) if node.get("type") == CLIP]:
+        number, origin = node.get("id"), saved.origin_of(graph, node, "clip")
         if origin is not None and isinstance(number, int | str):
-            disconnect(graph, node, SOCKET["name"])
-            disconnect(graph, node, "clip")
+            saved.disconnect(graph, node, SOCKET["name"])
+            saved.disconnect(graph, node, "clip")
             graph["nodes"].remove(node)
-            give_back_links(graph, number, origin)
+            saved.give_back_links(graph, number, origin)
             yield SwappedNode(node=str(number), before=CLIP, after="", place=place)
 
 
-def _loaders(wires: list[Wire], kinds: dict[Any, Any], samplers: list[Any]) -> list[tuple[Any, int]]:
+def _loaders(wires: list[saved.Wire], kinds: dict[Any, Any], samplers: list[Any]) -> list[tuple[Any, int]]:
     """Returns which outputs above these samplers are of loaders of CLIPs, and go to others than CP CLIP. `kinds` has
     the class of each node."""
     above = dict.fromkeys(samplers)
@@ -244,25 +228,26 @@ def _texts(values: Any) -> list[str]:
 
 def _put_clip(graph: Json, loader: Json, slot: int, config: Json | None) -> Json:
     """Puts a CP CLIP between an output of a loader and all that it goes to."""
-    nodes, outputs = items(graph["nodes"]), items(loader.get("outputs"))
-    state = under(graph, "state")
-    last = max([number_of(graph.get("last_node_id")), number_of(under(state, "lastNodeId"))])
-    number = 1 + max([last, *(number_of(node.get("id")) for node in nodes)])
+    nodes, outputs = saved.items(graph["nodes"]), saved.items(loader.get("outputs"))
+    state = saved.under(graph, "state")
+    last = max([saved.number_of(graph.get("last_node_id")), saved.number_of(saved.under(state, "lastNodeId"))])
+    number = 1 + max([last, *(saved.number_of(node.get("id")) for node in nodes)])
     if isinstance(state, dict):
         state["lastNodeId"] = number
     elif "last_node_id" in graph:
         graph["last_node_id"] = number
-    fed = move_links(graph, (loader["id"], slot), (number, 0))
+    fed = saved.move_links(graph, (loader["id"], slot), (number, 0))
     made = {
-        "id": number, "type": CLIP, "pos": free_place(nodes, loader, CLIP_SIZE), "size": [*CLIP_SIZE], "flags": {},
-        "order": 0, "mode": ALWAYS, "inputs": [{"name": "clip", "type": "CLIP", "link": None}, dict(SOCKET)],
-        "outputs": [{"name": "CLIP", "type": "CLIP", "links": fed}], "properties": {NAME: CLIP}, "widgets_values": [],
+        "id": number, "type": CLIP, "pos": saved.free_place(nodes, loader, CLIP_SIZE), "size": [*CLIP_SIZE],
+        "flags": {}, "order": 0, "mode": ALWAYS, "properties": {NAME: CLIP}, "widgets_values": [],
+        "inputs": [{"name": "clip", "type": "CLIP", "link": None}, dict(SOCKET)],
+        "outputs": [{"name": "CLIP", "type": "CLIP", "links": fed}],
     }  # fmt: skip
     graph["nodes"].append(made)
     if slot < len(outputs):
         outputs[slot]["links"] = None
-    connect(graph, loader, slot, made, 0)
-    connect(graph, config, 0, made, 1)
+    saved.connect(graph, loader, slot, made, 0)
+    saved.connect(graph, config, 0, made, 1)
     return made
 
 
@@ -294,7 +279,7 @@ def _inputs(call: Json) -> Json:
 
 def _put_calls(calls: Json, samplers: list[str], config: str | None, large: IsLarge) -> Iterator[SwappedNode]:
     wires = [
-        Wire(value[0], value[1], name, socket.rstrip("0123456789") == "clip")
+        saved.Wire(value[0], value[1], name, socket.rstrip("0123456789") == "clip")
         for name, call in calls.items()
         for socket, value in _inputs(call).items()
         if isinstance(value, list) and [*map(type, value)] == [str, int]
@@ -303,7 +288,7 @@ def _put_calls(calls: Json, samplers: list[str], config: str | None, large: IsLa
     for loader, slot in _loaders(wires, kinds, samplers):
         if not large(_texts(_inputs(calls[loader]).values())):
             continue
-        made = str(1 + max(map(number_of, calls)))
+        made = str(1 + max(map(saved.number_of, calls)))
         _give(calls, [loader, slot], [made, 0])
         inputs = {"clip": [loader, slot]} | ({} if config is None else {SOCKET["name"]: [config, 0]})
         calls[made] = {"class_type": CLIP, "inputs": inputs, "_meta": {"title": "CP CLIP"}}

@@ -1,12 +1,13 @@
 """Reports what a machine can do, as Markdown and JSON to paste into an issue. Downloads nothing."""
 
 import argparse
+import json
 import logging
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,35 @@ import torch
 
 from ..accelerators import version_of
 from ..errors import Refused
-from . import report_measuring, report_workflow
-from .report_measuring import Page, compare, in_a_line
+from ..specs import ComfySetup
+from ..worker.comfy_loop import import_comfyui
+from . import report_measuring
 
 log = logging.getLogger(__name__)
 
+Json = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
 NO_COMFYUI = {"what": "not run", "note": "no ComfyUI here; --comfyui names its folder"}
 PARTS = "Single kernels, networks and graphs (--only, --minutes) are measured by `python -m tests.bench.report`."
+CHOICES = {  # widgets whose values are words of ComfyUI's or ours
+    "sampler_name", "scheduler", "type", "weight_dtype", "device", "upscale_method", "crop", "method", "mode",
+    "add_noise", "return_with_leftover_noise", "noise_mode", "resize_type", "scale_method", "dtype", "compile",
+    "rotate_method", "attention_backend", "weights", "cuda_graphs", "shares", "after_sampling", "model_type",
+}  # fmt: skip
+PUNCTUATION, LONGEST = "_.+:-", 40  # of a choice
+FILES = {
+    ".safetensors", ".sft", ".ckpt", ".pt", ".pth", ".bin", ".gguf", ".png", ".jpg", ".jpeg", ".webp", ".mp4", ".webm",
+    ".wav", ".mp3", ".flac",
+}  # fmt: skip
+AFTER_A_SEED = ("fixed", "randomize", "increment", "decrement")
+KEPT_OF_A_GRAPH = ("version", "last_node_id", "last_link_id", "state")
+KEPT_OF_A_NODE = ("id", "type", "mode")
+KEPT_OF_A_SOCKET = ("name", "type", "link", "links", "shape")
+VERSIONS = ("cnr_id", "ver")
+CONTAINS = (
+    "It contains the nodes, their links, numbers and choices, versions, and the classes of networks: no texts, no "
+    "titles, no notes, no names of files."
+)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -29,8 +51,8 @@ def main(arguments: Sequence[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     try:
         if options.compare:
-            on_cpu = ["--cpu"] if options.devices == "cpu" else []
-            return compare(options.compare, find_comfyui(options.comfyui), [*on_cpu, *options.arguments])
+            flags = ["--cpu"] * (options.devices == "cpu") + options.arguments
+            return report_measuring.compare(read(options.compare), find_comfyui(options.comfyui), flags)
         return _summarise_workflow(options) if options.workflow else _measure(options)
     except KeyboardInterrupt:
         log.info("stopped")
@@ -41,10 +63,16 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _summarise_workflow(options: argparse.Namespace) -> int:
-    hardware = machine()
-    versions = {name: hardware[name] for name in ("python", "torch", "cuda", "devices")}
-    written = report_workflow.write(options.workflow, options.out, find_comfyui(options.comfyui), versions)
-    log.info("written: %s. %s", written, report_workflow.CONTAINS)
+    comfyui, out = find_comfyui(options.comfyui), options.out
+    hardware, workflow = machine(comfyui), summary(read(options.workflow), _classes(comfyui))
+    versions = {name: hardware[name] for name in ("python", "torch", "cuda", "devices", "comfyui")}
+    versions |= {name: version_of(name) for name in ("comfyui-frontend-package", "comfyui-workflow-templates")}
+    path = (out / "workflow" if out.is_dir() else out).with_suffix(".workflow.json")
+    try:
+        path.write_text(json.dumps({"versions": versions, "workflow": workflow}, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise Refused("report.unwritten", error=str(error)) from None
+    log.info("written: %s. %s", path, CONTAINS)
     return 0
 
 
@@ -54,12 +82,15 @@ def _measure(options: argparse.Namespace) -> int:
         log.info("torch sees no CUDA device here; --devices cpu tries the report itself, with a tiny network")
         return 1
     comfyui = find_comfyui(options.comfyui)
-    placements, page = report_measuring.placements(options.world, gpus), Page(options.out, machine(comfyui))
+    placements, page = (
+        report_measuring.placements(options.world, gpus),
+        report_measuring.Page(options.out, machine(comfyui)),
+    )
     page.section("FLUX with random weights on the workers")
     try:
         for row in report_measuring.measurements(comfyui, placements) if comfyui else [NO_COMFYUI]:
             page.add(row)
-            log.info("%s", in_a_line(row))
+            log.info("%s", report_measuring.in_a_line(row))
     except KeyboardInterrupt:
         log.info("stopped; results so far are in %s.md and .jsonl", page.out)
         return 1
@@ -135,21 +166,126 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--devices", choices=("cuda", "cpu"), default="cuda", help="cpu: a tiny network, for a trial")
     parser.add_argument("--world", type=count, nargs="+", help="numbers of workers (default: 1 2 4 8; on the CPU 1 2)")
     add_comfyui(parser)
-    parser.add_argument(
-        "--out", type=Path, default=Path("report"), help="name or folder of report.md and .jsonl, or of .workflow.json"
-    )
-    parser.add_argument(
-        "--workflow",
-        type=Path,
-        help="measure nothing; write what a bug report needs of this workflow, without texts and file names",
-    )
-    parser.add_argument(
-        "--compare",
-        type=Path,
-        help="measure nothing; take one step of each sampler of this workflow (exported for the API) natively and on "
-        "the workers, and say how far apart they are",
-    )
+    out = "name or folder of report.md and .jsonl, or of .workflow.json"
+    parser.add_argument("--out", type=Path, default=Path("report"), help=out)
+    bug = "measure nothing; write what a bug report needs of this workflow, without texts and file names"
+    parser.add_argument("--workflow", type=Path, help=bug)
+    steps = "take one step of each sampler of this workflow (exported for the API) natively and on the workers"
+    parser.add_argument("--compare", type=Path, help=f"measure nothing; {steps}, and say how far apart they are")
     parser.add_argument("arguments", nargs="*", help="after --, with --compare: arguments of ComfyUI")
     options = parser.parse_args(arguments)
     options.world = options.world or ([1, 2] if options.devices == "cpu" else [1, 2, 4, 8])
     return options
+
+
+def summary(workflow: Any, class_of: Callable[[str], str]) -> Json:
+    """Returns the workflow, of either form, without what is private, for a bug report: its nodes, links, numbers,
+    choices and versions, and the classes of its networks. Raises Refused for anything that is no workflow."""
+    if isinstance(workflow, dict) and isinstance(workflow.get("nodes"), list):
+        return _graph(workflow, class_of)
+    calls = workflow.get("prompt", workflow) if isinstance(workflow, dict) else {}
+    calls = calls if isinstance(calls, dict) else {}
+    named = (isinstance(call, dict) and isinstance(call.get("class_type"), str) for call in calls.values())
+    if not calls or not all(named):
+        raise Refused("report.no_workflow", kind=type(workflow).__name__)
+    inputs = {name: _value("", call.get("inputs") or {}, class_of) for name, call in calls.items()}
+    return {name: {"class_type": call["class_type"], "inputs": inputs[name]} for name, call in calls.items()}
+
+
+def read(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise Refused("report.unreadable", file=str(file), error=str(error)) from None
+
+
+def _graph(graph: Mapping[str, Any], class_of: Callable[[str], str]) -> Json:
+    kept = _only(graph, KEPT_OF_A_GRAPH) | {"links": graph.get("links") or []}
+    kept["nodes"] = [_node(node, class_of) for node in graph["nodes"] if isinstance(node, dict)]
+    for side in ("inputNode", "outputNode"):
+        if isinstance(graph.get(side), dict):
+            kept[side] = _only(graph[side], ("id", "bounding"))
+    if "inputs" in graph:  # a subgraph, whose sockets its links name by their place
+        kept |= _only(graph, ("id",)) | {"name": "subgraph"}
+        for side in ("inputs", "outputs"):
+            kept[side] = [_only(socket, ("id", "name", "type", "linkIds")) for socket in graph.get(side) or []]
+    if inner := (graph.get("definitions") or {}).get("subgraphs"):
+        kept["definitions"] = {"subgraphs": [_graph(subgraph, class_of) for subgraph in inner]}
+    return kept
+
+
+def _only(source: Mapping[str, Any], keys: Iterable[str]) -> Json:
+    return {key: source[key] for key in keys if key in source}
+
+
+def _node(node: Mapping[str, Any], class_of: Callable[[str], str]) -> Json:
+    kept = _only(node, KEPT_OF_A_NODE) | {"pos": [0, 0], "size": [200, 100], "flags": {}, "order": node.get("order", 0)}
+    versions = _only(node.get("properties") or {}, VERSIONS)
+    kept["properties"] = {key: version for key, version in versions.items() if isinstance(version, str)}
+    for side in ("inputs", "outputs"):
+        kept[side] = [_socket(socket) for socket in node.get(side) or []]
+    values = node.get("widgets_values")
+    if isinstance(values, dict):
+        kept["widgets_values"] = _value("", values, class_of)
+    elif isinstance(values, list):
+        names = _widget_names(node, values)
+        kept["widgets_values"] = [_value(next(names, ""), value, class_of) for value in values]
+    return kept
+
+
+def _socket(socket: Mapping[str, Any]) -> Json:
+    kept = _only(socket, KEPT_OF_A_SOCKET)
+    if isinstance(socket.get("widget"), dict):
+        kept["widget"] = {"name": socket["widget"].get("name")}
+    return kept
+
+
+def _widget_names(node: Mapping[str, Any], values: list[Any]) -> Iterator[str]:
+    """Yields the name of the widget of each value; the mode that the page adds behind a seed has no socket."""
+    sockets = [socket for socket in node.get("inputs") or [] if isinstance(socket.get("widget"), dict)]
+    place = 0
+    for socket in sockets:
+        yield (name := str(socket["widget"].get("name")))
+        place += 1
+        if name in ("seed", "noise_seed") and place < len(values) and values[place] in AFTER_A_SEED:
+            yield "mode"
+            place += 1
+
+
+def _value(name: str, value: Any, class_of: Callable[[str], str]) -> Any:
+    """Returns a number, a choice or a link unchanged, of a file the class of its network, of a text its length."""
+    if isinstance(value, list):
+        is_link = len(value) == 2 and isinstance(value[1], int) and not isinstance(value[0], list)
+        return value if is_link else [_value(name, one, class_of) for one in value]
+    if isinstance(value, dict):
+        return {key: _value(key, one, class_of) for key, one in value.items()}
+    if not isinstance(value, str):
+        return value
+    ending = os.path.splitext(value)[1].lower()
+    if ending in FILES:
+        return f"{class_of(value) or 'file'}{ending}"
+    is_word = len(value) <= LONGEST and all(letter.isalnum() or letter in PUNCTUATION for letter in value)
+    if not value or (is_word and name.rpartition(".")[2] in CHOICES):
+        return value
+    return f"text of {len(value)} characters"
+
+
+def _classes(comfyui: str) -> Callable[[str], str]:
+    """Returns what names the class of a network in a file, by ComfyUI's own detection; "" where it is no network."""
+    if not comfyui:
+        return lambda _: ""
+    import_comfyui(ComfySetup(root=comfyui, folder=os.getcwd()), torch.device("cpu"))
+    files = {path.name: path for path in Path(comfyui, "models").rglob("*") if path.is_file()}
+    return lambda name: _network_class(files.get(os.path.basename(name.replace("\\", "/"))))
+
+
+def _network_class(path: Path | None) -> str:
+    import comfy.model_detection
+    import comfy.utils
+
+    if path is None or path.suffix not in (".safetensors", ".sft"):
+        return ""
+    state, metadata = comfy.utils.load_torch_file(str(path), return_metadata=True)
+    prefix = comfy.model_detection.unet_prefix_from_state_dict(state)
+    configs = (comfy.model_detection.model_config_from_unet(state, start, metadata=metadata) for start in (prefix, ""))
+    return next((type(config).__name__ for config in configs if config is not None), "")

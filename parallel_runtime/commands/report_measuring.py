@@ -5,10 +5,7 @@ workers on 1, 2, 4, ... devices, as CP Plan's Measure does with the user's model
 but are few, so that a temporary file has room for them.
 
 `compare` is CP Compare without the page: a ComfyUI of its own, on a free port, takes one step of each sampler of a
-workflow natively and on the workers. A ComfyUI that runs beside it, its queue and its files are not touched.
-"""
-
-from __future__ import annotations
+workflow natively and on the workers. A ComfyUI that runs beside it, its queue and its files are not touched."""
 
 import json
 import logging
@@ -37,7 +34,6 @@ from ..jobs import EvaluationJob
 from ..loading.fingerprint import stat_file
 from ..specs import ComfySetup, ModelSpec, Parallelism, Placement
 from ..worker.comfy_loop import import_comfyui
-from .report_workflow import read
 
 Measurement = dict[str, Any]  # by the names of COLUMNS, and "failed": why there is no more to tell
 
@@ -72,8 +68,7 @@ COLUMNS = {  # of all parts, in their order
 
 
 class Page:
-    """The two files of a report. `out` is their path without the endings, or a folder. Raises Refused where they cannot
-    be written."""
+    """The two files of a report, by their path without endings or their folder. Raises Refused if unwritable."""
 
     def __init__(self, out: Path, machine: dict[str, Any]) -> None:
         self.out = out / NAME if out.is_dir() else out.with_suffix("") if out.suffix in ENDINGS else out
@@ -221,13 +216,11 @@ def _flux(path: Path, *, tiny: bool) -> tuple[ModelSpec, EvaluationJob]:
         loader="comfy.sd:load_diffusion_model", arguments=json.dumps([str(path), {"dtype": {"torch.dtype": name}}]),
         files=(stat_file(str(path)),), weight_dtype=name,
     )  # fmt: skip
-    return spec, EvaluationJob(
-        call_arguments=arguments,
-        options=Describer().described({}),
-        cond_arguments={},
-        weight_patches=None,
-        batch_coupled=False,
+    options = Describer().described({})
+    job = EvaluationJob(
+        call_arguments=arguments, options=options, cond_arguments={}, weight_patches=None, batch_coupled=False
     )
+    return spec, job
 
 
 def randomized(network: nn.Module) -> nn.Module:
@@ -255,10 +248,10 @@ STOP_SECONDS = 20.0
 LOG_CHARACTERS = 2000
 
 
-def compare(file: Path, comfyui: str, arguments: Sequence[str]) -> int:
+def compare(workflow: Any, comfyui: str, arguments: Sequence[str]) -> int:
     """Prints how far apart each sampler's step is; returns 0 if all are equal. `arguments` are ComfyUI's own. Raises
     Refused, for example for a workflow that nothing samples on workers."""
-    prompt = exported(read(file))
+    prompt = exported(workflow)
     if not comfyui:
         raise Refused("report.no_comfyui")
     with TemporaryDirectory(prefix="cp-") as folder, _comfyui(comfyui, Path(folder), arguments) as server:
@@ -275,11 +268,8 @@ def exported(workflow: Any) -> Json:
     nodes = workflow.get("prompt", workflow) if isinstance(workflow, dict) else None
     if isinstance(nodes, dict) and isinstance(nodes.get("nodes"), list):
         raise Refused("report.not_exported")
-    if (
-        not nodes
-        or not isinstance(nodes, dict)
-        or not all(isinstance(one, dict) and "class_type" in one for one in nodes.values())
-    ):
+    calls = [*nodes.values()] if isinstance(nodes, dict) else []
+    if not isinstance(nodes, dict) or not all(isinstance(call, dict) and "class_type" in call for call in calls or [0]):
         raise Refused("report.no_workflow", kind=type(workflow).__name__)
     return nodes
 

@@ -1,8 +1,6 @@
 """The graphs of nodes and links in a saved workflow, of any form and with odd parts: reads and changes their links.
 Knows no class of node."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -71,12 +69,7 @@ def connect(graph: Json, origin: Json | None, slot: int, node: Json, socket: int
     state = under(graph, "state")
     by_name = isinstance(state, dict) or any(isinstance(link, dict) for link in links)
     number = 1 + max([0, *(number_of(_of_link(link, "id")) for link in links)])
-    where = {
-        "origin_id": origin["id"],
-        "origin_slot": slot,
-        "target_id": node["id"],
-        "target_slot": socket,
-    }
+    where = {"origin_id": origin["id"], "origin_slot": slot, "target_id": node["id"], "target_slot": socket}
     kind = node["inputs"][socket]["type"]
     links.append({"id": number, **where, "type": kind} if by_name else [number, *where.values(), kind])
     if isinstance(state, dict):
@@ -122,13 +115,10 @@ def disconnect(graph: Json, node: Json, name: str) -> None:
 
 def move_links(graph: Json, before: tuple[Any, int], after: tuple[Any, int]) -> list[int]:
     """Has all links that come from an output of a node come from another one; returns their numbers."""
-    moved = [
-        link
-        for link in as_list(graph.get("links"))
-        if (_of_link(link, "origin_id"), _of_link(link, "origin_slot")) == before
-    ]
+    names = ("origin_id", "origin_slot")
+    moved = [link for link in as_list(graph.get("links")) if tuple(_of_link(link, name) for name in names) == before]
     for link in moved:
-        for name, value in zip(("origin_id", "origin_slot"), after, strict=True):
+        for name, value in zip(names, after, strict=True):
             link[name if isinstance(link, dict) else LINK.index(name)] = value
     return [number_of(_of_link(link, "id")) for link in moved]
 

@@ -1,7 +1,6 @@
 """The demo's network: diffusers' FLUX without guidance, to and from a checkpoint under the names of BFL and ComfyUI.
 
-Knows no ComfyUI and no parallelism.
-"""
+Knows no ComfyUI and no parallelism."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path

@@ -5,8 +5,7 @@ needs only the vocabulary.
 
 Pictures are a fixed linear map of 16 channels onto patches of 8x8: a principal component analysis of drawn pictures,
 kept in codec.safetensors; tests/demo_training/fitting.py made it. Latents are in ComfyUI's LATENT space: after FLUX's
-own (latent - 0.1159) * 0.3611 they have about unit variance. Knows no model.
-"""
+own (latent - 0.1159) * 0.3611 they have about unit variance. Knows no model."""
 
 from functools import cache
 from pathlib import Path
@@ -24,17 +23,9 @@ SIZES = ("small", "large")
 PLACES = ("left", "right", "top", "bottom", "center")
 GRAMMAR = ("a", "at", "in", "on", "background")
 SYNONYMS = {
-    "an": "a",
-    "the": "a",
-    "big": "large",
-    "little": "small",
-    "tiny": "small",
-    "middle": "center",
-    "centre": "center",
-    "plus": "cross",
-    "disc": "circle",
-    "violet": "purple",
-}
+    "an": "a", "the": "a", "big": "large", "little": "small", "tiny": "small", "middle": "center", "centre": "center",
+    "plus": "cross", "disc": "circle", "violet": "purple",
+}  # fmt: skip
 WIDTH = 64
 BACKDROPS = tuple(f"{colour} background" for colour in COLOURS)
 KNOWN_WORDS = ("start", *COLOURS, *BACKDROPS, *SHAPES, *SIZES, *PLACES, *GRAMMAR)
@@ -42,13 +33,7 @@ LONGEST = WIDTH - 1 - len(KNOWN_WORDS)
 # FLUX tells an image token where it is only by its rotation against text tokens, which all sit at the origin. Tokens
 # that every prompt has give this small model enough of them to find its place by.
 REGISTERS = 16
-KINDS: dict[str, tuple[str, ...]] = {
-    "shape": SHAPES,
-    "colour": COLOURS,
-    "background": BACKDROPS,
-    "size": SIZES,
-    "place": PLACES,
-}
+KINDS = {"shape": SHAPES, "colour": COLOURS, "background": BACKDROPS, "size": SIZES, "place": PLACES}
 
 
 def vocabulary() -> list[str]:
@@ -64,7 +49,10 @@ def parse(prompt: str) -> list[str]:
     if len(words) >= LONGEST:
         raise ValueError(f"the prompt has {len(words)} words; the demo model reads at most {LONGEST - 1}")
     names = [f"{word} background" if _is_backdrop(words, i) else word for i, word in enumerate(words)]
-    _check_single(names)
+    for kind, members in KINDS.items():
+        named = [name for name in names if name in members]
+        if len(named) > 1:
+            raise ValueError(f"the prompt names more than one {kind} ({', '.join(named)}); the demo model draws one")
     return names
 
 
@@ -76,7 +64,8 @@ def encode(prompt: str) -> tuple[Tensor, Tensor]:
     places = 1 + len(KNOWN_WORDS) + torch.arange(len(positions))
     meant = [1 + KNOWN_WORDS.index(name) for name in names if name not in GRAMMAR]
     pooled = table[torch.tensor(meant, dtype=torch.long)].sum(0, keepdim=True)
-    return torch.cat([_registers(), table[positions] + table[places]])[None], pooled
+    registers = torch.randn(REGISTERS, WIDTH, generator=torch.Generator().manual_seed(0)).sign() * 2**0.5
+    return torch.cat([registers, table[positions] + table[places]])[None], pooled
 
 
 def conditions(prompt: str) -> dict[str, Any]:
@@ -90,24 +79,12 @@ def demo_job(prompt: str, noise: Tensor, *, steps: int, cfg: float) -> DemoJob:
     return DemoJob(noise=noise, sigmas=sigmas, cfg=cfg, positive=conditions(prompt), negative=conditions(""))
 
 
-def _registers() -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(REGISTERS, WIDTH, generator=generator).sign() * 2**0.5
-
-
 def _is_backdrop(words: list[str], i: int) -> bool:
     if words[i] not in COLOURS:
         return False
     if "background" in words:
         return words[i + 1 : i + 2] == ["background"]
     return "on" in words[:i] and any(word in SHAPES or word in COLOURS for word in words[:i])
-
-
-def _check_single(names: list[str]) -> None:
-    for kind, members in KINDS.items():
-        named = [name for name in names if name in members]
-        if len(named) > 1:
-            raise ValueError(f"the prompt names more than one {kind} ({', '.join(named)}); the demo model draws one")
 
 
 def _hadamard(width: int) -> Tensor:

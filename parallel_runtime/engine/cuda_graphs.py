@@ -1,6 +1,5 @@
 """Records the launches of a run as one CUDA graph, and compiles blocks one by one; the hooks that split their tensors
-stay outside of compiled graphs. Knows no network, and not when recording pays.
-"""
+stay outside of compiled graphs. Knows no network, and not when recording pays."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ class Recorder:
             return run()
 
     def record(self, run: Forward) -> Graph:
-        """Records `run`. Raises RuntimeError where it cannot be recorded; nothing ran then. Collective where `run`
-        is."""
+        """Records `run`. Raises RuntimeError where it cannot be, and nothing ran. Collective where `run` is."""
         try:
             return Graph(run, self._pool, self._constants)
         except RuntimeError:
@@ -53,8 +51,7 @@ class Recorder:
 
 
 class Graph:
-    """A recorded run. `out` is what the run returned: memory that each replay overwrites. `nbytes` of the device stay
-    allocated until the graph is deleted."""
+    """A recorded run. `out` is what it returned, which each replay overwrites; it takes `nbytes` of the device."""
 
     def __init__(self, run: Forward, pool: Any, constants: Constants) -> None:
         self._graph = torch.cuda.CUDAGraph()
@@ -93,15 +90,12 @@ class Graph:
 
 @contextmanager
 def _isolated_capture() -> Iterator[None]:
-    """Isolates a capture: it uses no cuBLAS workspace of another pool, and leaves none of its own to others.
-
-    PyTorch keeps cuBLAS's workspaces by stream, and all captures run on one stream: otherwise the graphs of one model
-    would use a workspace in the pool of another, which is freed with that model. Garbage collection is off during a
-    capture: deleting a graph or an event would end it.
-    """
+    """Isolates a capture: it uses no cuBLAS workspace of another pool, and leaves none of its own to others."""
     collecting = gc.isenabled()
-    gc.disable()
+    gc.disable()  # deleting a graph or an event would end the capture
     try:
+        # PyTorch keeps cuBLAS's workspaces by stream, and all captures run on one: else the graphs of one model would
+        # use a workspace in the pool of another, which is freed with that model.
         clear_workspaces()
         yield
     finally:
@@ -116,8 +110,7 @@ def clear_workspaces() -> None:
 
 
 def _leave_pool(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
-    """Releases the pool of a failed capture. PyTorch counts such a capture among the pool's users forever, so that its
-    memory is never freed; up to 2.11 it also takes the pool for one in capture."""
+    """Releases the pool of a failed capture: PyTorch counts that among its users forever."""
     with suppress(RuntimeError):
         graph.pool()  # RuntimeError: the capture did not end; of one that did, the graph releases the pool
         return
@@ -142,8 +135,7 @@ class Constants(TorchFunctionMode):
     are the same in every replay. A graph can copy them from pinned memory, which a capture may not allocate: the
     warm-up pins them, and the capture finds the same ones again.
 
-    In a capture raises RuntimeError where a constant differs from the warm-up's, or where they exceed MAX_BYTES.
-    """
+    In a capture raises RuntimeError where a constant differs from the warm-up's, or where they exceed MAX_BYTES."""
 
     MAX_BYTES = 64 << 20
 
@@ -204,8 +196,8 @@ class Constants(TorchFunctionMode):
         return self._send(func(*args, **{**kwargs, "device": "cpu"}), device)
 
     def _index(self, index: Any, device: Any) -> Any:
-        """Returns the index with its CPU tensors on `device`. A mask stays, since its size would come from the device;
-        so does a single number, which PyTorch reads on the CPU."""
+        """Returns the index with its CPU tensors on `device`."""
+        # A mask stays: its size would come from the device. So does a single number, which PyTorch reads on the CPU.
         if isinstance(index, tuple):
             return tuple(self._index(each, device) for each in index)
         if isinstance(index, list) and index and all(type(each) is int for each in index):
@@ -239,8 +231,7 @@ def without_constants() -> Iterator[None]:
 
 
 def cached_results(network: nn.Module) -> list[Tensor]:
-    """Returns the tensors that functools.lru_cache keeps for methods of the network's modules: other networks may evict
-    them."""
+    """Returns the tensors in lru_caches of methods of the network's modules: other networks may evict them."""
     kinds = {kind for module in network.modules() for kind in type(module).__mro__}
     caches = [value for kind in kinds for value in vars(kind).values() if isinstance(value, LRU_CACHE)]
     return [value for cache in caches for value in gc.get_referents(cache) if isinstance(value, Tensor)]
@@ -260,15 +251,11 @@ def recorder_for(device: torch.device) -> Recorder | None:
 
 
 def compile_blocks(blocks: Iterable[nn.Module], compilation: Compilation) -> Callable[[], None]:
-    """Compiles the forward of each block, or what ComfyUI's `forward` calls between wrappers; returns a function that
-    makes them eager again.
-
-    Compiles the forward and not the module: a module's hooks would become part of its graph, and ours note what they
-    split in objects that a graph changes only when it has ended. Discards earlier graphs, which may be of the same code
-    with other splits.
-    """
-    torch.compiler.reset()
+    """Compiles each block's forward, or what ComfyUI's `forward` calls between wrappers; returns what undoes that."""
+    torch.compiler.reset()  # earlier graphs may be of the same code with other splits
     compiled = [(block, "_forward" if hasattr(block, "_forward") else "forward") for block in blocks]
+    # Not the modules: their hooks would become part of the graph, and ours note what they split in objects that a graph
+    # changes only when it has ended.
     for block, name in compiled:
         forward = torch.compile(getattr(block, name), **_compile_arguments(compilation))
         setattr(block, name, _refusing(forward, compilation.backend))
@@ -281,8 +268,7 @@ def compile_blocks(blocks: Iterable[nn.Module], compilation: Compilation) -> Cal
 
 
 def _compile_arguments(compilation: Compilation) -> dict[str, Any]:
-    """Returns the keyword arguments of torch.compile, which takes a mode or options: inductor's modes are converted to
-    options."""
+    """Returns the arguments of torch.compile, which takes a mode or options: inductor's modes become options."""
     options = json.loads(compilation.options)
     mode = compilation.mode
     if mode is not None and options and compilation.backend == "inductor":
@@ -302,31 +288,23 @@ def _refusing(forward: Callable[..., Any], backend: str) -> Callable[..., Any]:
             with without_constants():
                 return forward(*args, **kwargs)
         except BackendCompilerFailed as failed:
-            raise Refused(
-                "compile.failed", widget="compile", backend=str(backend), error=str(failed.inner_exception)
-            ) from failed
+            error = str(failed.inner_exception)
+            raise Refused("compile.failed", widget="compile", backend=str(backend), error=error) from failed
 
     return call
 
 
 def warm_compiler() -> None:
-    """Imports the compiler and starts its processes, some seconds of the first compilation, while the host still
-    prepares the first run."""
+    """Imports the compiler and starts its processes, which takes seconds, while the host prepares the first run."""
     importlib.import_module("torch._inductor.compile_fx")
     importlib.import_module("torch._inductor.async_compile").AsyncCompile.warm_pool()
 
 
 @contextmanager
 def reporting_compilation(compiling: Callable[[bool], None]) -> Iterator[None]:
-    """Calls `compiling(True)` when the compilation of a graph begins in this context, `compiling(False)` when it
-    ends."""
+    """Calls `compiling(True)` when the compilation of a graph begins in this context, `compiling(False)` at its end."""
 
-    def on_start(_: Any) -> None:
-        compiling(True)
-
-    def on_end(_: Any) -> None:
-        compiling(False)
-
+    on_start, on_end = (lambda _: compiling(True)), (lambda _: compiling(False))
     callback_handler.register_start_callback(on_start)
     callback_handler.register_end_callback(on_end)
     try:

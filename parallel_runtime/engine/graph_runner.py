@@ -1,7 +1,6 @@
 """Decides when a network's forwards are recorded as CUDA graphs, replayed, or run eagerly. Knows no network.
 
-It replaces the call of the network, outside of all hooks. How a recording is made is in cuda_graphs.py.
-"""
+It replaces the call of the network, outside of all hooks. How a recording is made is in cuda_graphs.py."""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ class Unrecordable(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A call of a network. `key` is all that Python code can see of it; `tensors` are its device tensors, each once,
-    and `slots` their indices by leaf."""
+    """A call of a network: `key` is all that Python code can see of it; `slots` index its `tensors` by leaf."""
 
     key: Hashable
     tensors: list[Tensor]
@@ -60,8 +58,7 @@ class Call:
 
     @classmethod
     def of(cls, args: Any, kwargs: dict[str, Any], device: torch.device, settings: Hashable = ()) -> Call:
-        """Returns the call of a network with these `settings` and arguments. Raises Unrecordable for an argument that
-        no key can represent."""
+        """Returns the call with these arguments. Raises Unrecordable for one that no key can represent."""
         leaves, structure = pytree.tree_flatten((args, kwargs))
         tensors: dict[Hashable, Tensor] = {}  # by address and layout
         keys, slots = [], []
@@ -151,8 +148,7 @@ def _cloned(out: Any) -> Any:
 
 @dataclass(eq=False)
 class _Trial:
-    """A call that is not recorded: its evaluations so far, the seconds of its last launch, and the device events around
-    it."""
+    """A call that is not recorded: its evaluations so far; the last one's launch seconds and device events."""
 
     evaluations: int = 0
     eager: bool = False  # it stays eager
@@ -177,8 +173,7 @@ class GraphRunner:
     combines a flag of all ranks that share a forward, which record, replay and stay eager alike. `on_recording` is
     called with True when a recording begins and with False at its end. `other_models_bytes` is the size of other
     models' recordings. `before_timing` is called before the deciding measurement, to stop communication timers, which
-    slow it.
-    """
+    slow it."""
 
     network: nn.Module
     device: torch.device
@@ -279,9 +274,10 @@ class GraphRunner:
         return self._trials[key]
 
     def _timed(self, trial: _Trial, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Runs and times an eager evaluation. The last one decides, and begins on an idle device: a forward that waits
-        for the device, to copy a constant, would also wait for the evaluation before."""
+        """Runs and times an eager evaluation."""
         begun = self._now()
+        # The last one decides, and begins on an idle device: a forward that waits for the device, to copy a constant,
+        # would also wait for the evaluation before.
         if trial.evaluations == self._warmup_evaluations - 1:
             begun.synchronize()
             self.before_timing()
@@ -303,8 +299,7 @@ class GraphRunner:
         return out
 
     def _evict_for(self, key: Hashable) -> bool:
-        """Evicts the least recently used recording if need be; False where the call and evicted ones only take
-        turns."""
+        """Evicts the least recently used recording if need be; False where the call and evicted ones take turns."""
         if len(self._recorded) < MAX_RECORDINGS:
             return True
         if self._evaluations - self._evicted.get(key, -RETURN_EVALUATIONS) < RETURN_EVALUATIONS:
@@ -316,8 +311,7 @@ class GraphRunner:
         return True
 
     def _record(self, call: Call, recorder: Recorder) -> Any:
-        """Records the call. The recording is used if its first replay equals the eager evaluation to the bit on all
-        ranks."""
+        """Records the call; the recording is kept if its first replay equals the eager evaluation on all ranks."""
         inputs = [_like_layout(tensor) for tensor in call.tensors]
 
         def run() -> Any:
@@ -344,9 +338,8 @@ class GraphRunner:
         return out
 
     def _is_slower(self, recording: _Recording, call: Call) -> bool:
-        """Returns whether a replay takes longer than the eager evaluation. Between GPUs without peer access each
-        transfer is a graph node that waits for the CPU, which may cost what a recording gains. The first replay, which
-        sets the graph up, is not timed."""
+        """Returns whether a replay, but for the first, which sets the graph up, takes longer than the eager forward."""
+        # Between GPUs without peer access each transfer is a graph node that waits for the CPU, and may cost the gain.
         eager = self._trials[call.key].events
         if eager is None:
             return False
@@ -375,8 +368,7 @@ class GraphRunner:
         return None, reason
 
     def _is_tight(self, tensors: Sequence[Tensor]) -> bool:
-        """Returns whether an eager evaluation of `tensors` may lack memory beside the recordings, which hold what
-        theirs take; larger inputs take more."""
+        """Returns whether an eager evaluation of `tensors` may lack memory beside the recordings."""
         recorded_bytes = self.stats.bytes
         largest = max(_elements(each.inputs) for each in self._recorded.values())
         needed = recorded_bytes * max(1.0, _elements(tensors) / max(1, largest))

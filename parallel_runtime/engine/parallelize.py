@@ -1,8 +1,7 @@
 """Makes ComfyUI's own network context parallel as its plan says: by rows of the picture where that is a RowPlan, else
 by tokens, with hooks at its blocks' inputs and outputs.
 
-All names of a network are the plan's. Imports no ComfyUI.
-"""
+All names of a network are the plan's. Imports no ComfyUI."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ def parallelize(network: nn.Module, plan: SplitPlan, mesh: ContextMesh, parallel
 
     Each rank passes full inputs and gets the full output, equal to what one rank computes. Raises ValueError, and
     changes nothing, when it is parallel already or when plan and network do not fit. A forward raises Refused for
-    arguments that the plan does not name.
-    """
+    arguments that the plan does not name."""
     if hasattr(network, PARALLELIZED):
         raise ValueError(f"this {type(network).__name__} is parallel already; unparallelize it first")
     division = _BY_ROWS.get(type(plan), _TokenDivision)
@@ -61,8 +59,7 @@ def parallelize_control(
     """Runs every later forward of the ControlNet's network `control` over the context ranks of `mesh`. Collective.
 
     It returns this rank's part of each residual; full residuals for a latent that `network`, a UNet, computes in full.
-    `network`, which is parallel over the same ranks, takes these until `control` is unparallelized.
-    """
+    `network`, which is parallel over the same ranks, takes these until `control` is unparallelized."""
     parallelize(control, plan, mesh, parallelism)
     getattr(control, PARALLELIZED).return_residuals_to(getattr(network, PARALLELIZED))
 
@@ -206,14 +203,12 @@ class _TokenDivision(ExitStack):
         if self._takes_options:
             kwargs[_OPTIONS] = options
         if control := kwargs.get("control"):
-            self.streams.full_between_blocks |= bool(
-                {kind for kind, residuals in control.items() if residuals} - set(self._plan.residuals)
-            )
-            kwargs["control"] = {
-                k: Residuals(v, self.streams, self._plan.main_stream, self._residual_tokens)
-                for k, v in control.items()
-                if v is not None
-            }
+            kinds = {kind for kind, residuals in control.items() if residuals}
+            # The network adds other kinds where the plan has full tokens.
+            self.streams.full_between_blocks |= bool(kinds - set(self._plan.residuals))
+            main, tokens = self._plan.main_stream, self._residual_tokens
+            given = ((kind, residuals) for kind, residuals in control.items() if residuals is not None)
+            kwargs["control"] = {kind: Residuals(each, self.streams, main, tokens) for kind, each in given}
         if self.streams.pipefusion is not None and (self.streams.full_between_blocks or self.streams.has_block_patches):
             raise Refused("patches.nodes", widget="patches")
         return args, kwargs
@@ -257,12 +252,7 @@ def _evaluation_key(args: tuple[Any, ...], kwargs: dict[str, Any], options: dict
 
 
 def _with_argument(
-    block: Block,
-    name: str,
-    replacement: Callable[[Any], Any],
-    _: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    block: Block, name: str, replacement: Callable[[Any], Any], _: nn.Module, args: tuple[Any, ...], kwargs: Any
 ) -> Any:
     """Replaces one argument of a call of `block`."""
     if name in kwargs:
@@ -272,9 +262,9 @@ def _with_argument(
 
 
 def _scoped(forward: Callable[..., Any], scopes: list[T], scope: T) -> Callable[..., Any]:
-    """Returns `forward` with `scope` as the innermost one while it runs. A hook inside a block, or a partial in this
-    function's place, would make torch.compile compile each block anew."""
+    """Returns `forward` with `scope` as the innermost one while it runs."""
 
+    # A hook inside a block, or a partial in this function's place, would make torch.compile compile each block anew.
     def scoped(*args: Any, **kwargs: Any) -> Any:
         scopes.append(scope)
         try:

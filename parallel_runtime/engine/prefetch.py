@@ -1,6 +1,5 @@
 """Fetches the weights of one network just before they are needed, one block ahead, into two buffers in turn; and says
-which modules to fetch from where.
-"""
+which modules to fetch from where."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
@@ -82,10 +81,7 @@ class Buffers:
 
 class BlockPrefetcher:
     """Fetches modules before they run. After `add` for each and `seal`, which is collective, their parameters have
-    values only while the module runs. `is_skipped(block)` says whether a block will not compute in this evaluation.
-
-    Blocks are fetched in the order of adding, and from the second evaluation on as they ran in the one before: those of
-    two stacks may take turns."""
+    values only while the module runs. `is_skipped(block)` says whether a block will not compute in this evaluation."""
 
     def __init__(self, network: nn.Module, source: WeightSource, buffers: Buffers) -> None:
         self.is_skipped: Callable[[nn.Module], bool] = lambda block: False
@@ -144,8 +140,7 @@ class BlockPrefetcher:
         return next((entry for entry in self.offloaded if module in entry.module.modules()), None)
 
     def override_weight(self, entry: FetchedModule, module: nn.Module, name: str) -> None:
-        """Uses the parameter as it is now, of the same shape, until `restore_weights`. For this rank alone: other batch
-        groups may have other weights."""
+        """Uses the parameter as it is now, of the same shape, until `restore_weights`; on this rank alone."""
         self._buffers.discard_fetched()
         if not entry.flat_block.dtype_matches(module, name):
             entry.overrides[module, name] = getattr(module, name)
@@ -182,6 +177,7 @@ class BlockPrefetcher:
     @torch.compiler.disable
     def begin(self, *_: Any) -> None:
         """Makes room for the blocks of an evaluation, and fetches the first one."""
+        # In the order of adding at first, then as they ran in the evaluation before: blocks of two stacks take turns.
         ran, self._ran = list(self._ran), {}
         if len(ran) == len(self._order) and ran != self._order:
             self._run_in(ran)
@@ -200,6 +196,7 @@ class BlockPrefetcher:
         if entry.buffer == LAYER_BUFFER:
             return
         self._ran.setdefault(entry)
+        # Into the other buffer, while this block computes.
         if (following := self._following.get(entry)) is not None:
             self._buffers.fetch(following, self.source)
 
@@ -219,14 +216,12 @@ class RankPlacement:
 def rank_placement(
     placement: WeightPlacement, mesh_dim: MeshDim, device: torch.device, buffers: Buffers
 ) -> RankPlacement | None:
-    """Returns None where all weights are on every device. `mesh_dim`: the ranks of the shards, with a group of its
-    own."""
+    """Returns None where all weights are on every device. `mesh_dim`: the ranks of the shards, with their own group."""
     counts = frozenset(placement.resident_blocks_by_rank or (placement.resident_blocks,))
     if placement.mode == "offload":
         resident, staged = placement.resident_blocks_on(rank()), device.type != "cpu"
-        return RankPlacement(
-            resident, counts, 0.0, lambda: HostWeights(device, machine_ranks(), rank(), staged=staged), buffers
-        )
+        source = partial(HostWeights, device, machine_ranks(), rank(), staged=staged)
+        return RankPlacement(resident, counts, 0.0, source, buffers)
     if placement.mode == "shard" and mesh_dim.size > 1:
         shares = placement.shard_shares
         parts = tuple(shares[peer] if shares else 1 for peer in mesh_dim.ranks)
@@ -237,9 +232,8 @@ def rank_placement(
 
 
 def offloaded_blocks(blocks: list[nn.Module], resident: int, residents: Collection[int] = ()) -> list[nn.Module]:
-    """Returns `blocks` without `resident` ones, which are evenly spaced. A rank's resident blocks include those of
-    every rank with fewer (`residents` are the ranks' numbers), so that a block that no rank fetches need not be
-    stored."""
+    """Returns `blocks` without `resident` ones, which are evenly spaced. A rank's include those of every rank with
+    fewer, of the numbers `residents`, so that a block that no rank fetches need not be stored."""
     resident_blocks = blocks
     for count in sorted({count for count in (resident, *residents) if count >= resident}, reverse=True):
         total, numbered = len(resident_blocks), enumerate(resident_blocks)

@@ -1,7 +1,6 @@
 """Sends tensors between the stages of a pipeline, each time after a message of their layout, or that no more come.
 
-The message travels on the CPU, so that a stage knows dtype and shape without asking its device. A send never blocks.
-"""
+The message travels on the CPU, so that a stage knows dtype and shape without asking its device. A send never blocks."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -45,8 +44,7 @@ class StageChannel:
             self._pending_sends.popleft().wait()
 
     def recv(self, peer: int, like: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the tensors that `peer` sends; Refused where their shapes are not those of `like`, or where none
-        come."""
+        """Returns the tensors that `peer` sends; Refused where shapes are not those of `like`, or where none come."""
         layouts = self._recv_layouts(peer)
         if layouts is None:
             raise Refused
@@ -64,8 +62,7 @@ class StageChannel:
                 self._send(peer, torch.full(MESSAGE_SHAPE, END), None)
 
     def close(self, *, refused: bool) -> None:
-        """Waits until all sends are received. Where any rank `refused`, drops what is in transit and raises Refused on
-        all of them. Collective."""
+        """Waits until all is received. If any rank `refused`, drops it and raises Refused on all. Collective."""
         if any_rank(refused, self._mesh_dim):
             self.send_end()
             for peer in self._mesh_dim.other_ranks:

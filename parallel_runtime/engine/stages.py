@@ -6,8 +6,7 @@ their outputs; where a block reads tokens that another stage computed, that stag
 is the network's own, on the rank where its numbers are real.
 
 With `OwnedModules` all ranks run the code around these parts on the same real numbers, whatever it does with them. So
-it needs no plan, and is worth its traffic for networks that run once, such as text encoders.
-"""
+it needs no plan, and is worth its traffic for networks that run once, such as text encoders."""
 
 import inspect
 import json
@@ -43,8 +42,7 @@ class PlaceholderBlock(nn.Module):
     """Replaces a block of another stage. Returns NaN in the shapes of the arguments that the block would update: where
     the plan is wrong, NaN reaches the output.
 
-    Reads all other attributes from the block itself, whose weights stay as they are.
-    """
+    Reads all other attributes from the block itself, whose weights stay as they are."""
 
     may_skip = True
 
@@ -86,8 +84,7 @@ class Stages(ExitStack):
 
     Each forward's output is on every rank when it returns, also NaN, which the network itself may give. `in_flight`,
     several forwards follow each other without waiting, and their outputs are real on the last stage until
-    `share_outputs`; so do the turns of token patches.
-    """
+    `share_outputs`; so do the turns of token patches."""
 
     def __init__(self, network: nn.Module, plan: SplitPlan, mesh: ContextMesh, parallelism: Parallelism) -> None:
         super().__init__()
@@ -127,13 +124,13 @@ class Stages(ExitStack):
 
     @contextmanager
     def in_flight(self) -> Iterator[None]:
-        """Forwards in this context return real numbers on the last stage alone. At its end a refusal of one stage is
-        raised on all."""
+        """Forwards in this context are real on the last stage alone. At its end a refusal of one is raised on all."""
         self._is_in_flight, refused = True, None
         try:
             with nullcontext() if self.pipefusion is None else self.pipefusion.in_flight():
                 yield
         except Refused as error:
+            # Else other stages would wait for what this one refuses to compute.
             self.channel.send_end()
             refused = error
         finally:
@@ -148,8 +145,7 @@ class Stages(ExitStack):
         return self._broadcast_from(self._mesh_dim.size - 1, list(out))
 
     def shared_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Wraps a network's forward as ComfyUI's innermost wrapper. Outer wrappers (EasyCache) decide by its output, so
-        every stage has to have it."""
+        """Wraps a forward innermost: ComfyUI's outer wrappers (EasyCache) decide by its output on every stage."""
         output = forward(*args, **kwargs)
         if not self._is_in_flight:
             self._output_shared = True
@@ -167,10 +163,8 @@ class Stages(ExitStack):
         self._output_shared, self._outer_exception = False, sys.exc_info()[1]
         self._begin_turn()
         if self._late_block and any((kwargs.get("control") or {}).values()):
-            detail = (
-                f"a ControlNet adds to what {self._late_block} keep for later blocks, which may be in another stage"
-            )
-            raise Unsplittable(detail, "pipeline_degree")
+            added = f"a ControlNet adds to what {self._late_block} keep for later blocks, which may be in another stage"
+            raise Unsplittable(added, "pipeline_degree")
         if ((kwargs.get("transformer_options") or {}).get("patches") or {}).get("noise_refiner"):
             detail = "a Fun ControlNet continues from its result at blocks that may be in another stage"
             raise Unsplittable(detail, "pipeline_degree")
@@ -216,8 +210,9 @@ class Stages(ExitStack):
                 setattr(tensor, STAGE_ATTRIBUTE, owner)
 
     def _end(self, _: nn.Module, __: Any, output: Any) -> Any:
-        """Shares the output of the stage whose block ran last. Torch calls this too where the forward or a later hook
-        raised, and handles that exception meanwhile; one handled since before the forward is the caller's."""
+        """Shares the output of the stage whose block ran last."""
+        # Torch calls this too where the forward or a later hook raised, and handles that exception meanwhile; one
+        # handled since before the forward is the caller's.
         raised, self._outer_exception = sys.exc_info()[1] is not self._outer_exception, None
         if self._output_shared:
             return output
@@ -304,8 +299,7 @@ class OwnedModules:
         return output
 
     def _receive(self, owner: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns the output on the device of the first argument. An argument in which the module computes gets its
-        result here too."""
+        """Returns the output on the first argument's device. What the module overwrites is overwritten here too."""
         note, inputs = self._exchange_note(owner), tree_flatten((args, kwargs))[0]
         if isinstance(note, str):
             raise Refused("clip.failed", error=note)

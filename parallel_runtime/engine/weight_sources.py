@@ -3,8 +3,7 @@ same weight rebuilt around other tensors; and where offloaded ones are stored.
 
 That is in main memory, or in parts on the devices of all ranks. Of each block a source stores this rank's part, from
 `first_byte` on; `device_bytes` are those of all parts on this device, and `ranks` divides a block's padded size. A
-`staged` block is copied before it runs.
-"""
+`staged` block is copied before it runs."""
 
 import contextlib
 import logging
@@ -136,8 +135,7 @@ def without_storage(tensor: Tensor) -> Tensor:
 class HostWeights:
     """Weights in main memory, once a machine: memory files that its ranks write in turn, and all of them map. On the
     CPU blocks run there, and are not `staged`. `ranks` (global) are those of this machine, `rank` is this one; `dim`
-    has the ranks that store weights at once, None for all.
-    """
+    has the ranks that store weights at once, None for all."""
 
     ranks = 1  # that a block is sharded over
     device_bytes = given_back_bytes = 0
@@ -239,8 +237,7 @@ def _discard_error(device: torch.device) -> None:
 class ShardedWeights:
     """Weights sharded over the ranks of a cp group: each rank stores a part of every block, and all gather it.
 
-    `mesh_dim` has a communicator that transfers nothing else; its `shares` are of the pages that each rank stores.
-    """
+    `mesh_dim` has a communicator that transfers nothing else; its `shares` are of the pages that each rank stores."""
 
     staged = True
     dim = None  # all ranks store weights at once

@@ -94,18 +94,10 @@ class Subject:
 
 
 def report(
-    subject: Subject,
-    plan: RunPlan,
-    inputs: PlanInputs,
-    *,
-    free: Sequence[int] = (),
-    decode: str | tuple[str, ...] = "",
-    encode: tuple[str, ...] = (),
-    pace: Pace | None = None,
-    paces: Sequence[Pace] = (),
-    troubles: Sequence[Row] = (),
-    compared: Sequence[str] = (),
-) -> Report:
+    subject: Subject, plan: RunPlan, inputs: PlanInputs, *, free: Sequence[int] = (),
+    decode: str | tuple[str, ...] = "", encode: tuple[str, ...] = (), pace: Pace | None = None,
+    paces: Sequence[Pace] = (), troubles: Sequence[Row] = (), compared: Sequence[str] = (),
+) -> Report:  # fmt: skip
     """Returns the report on the `plan` of these inputs, which has no estimate where its weights fit nowhere. `free` are
     the bytes that each worker could take of its device at this moment, () where none has measured. `decode` has the
     sentences on a VAE, `encode` those on a text encoder, `pace` is that of a run of this plan, `paces` are
@@ -199,8 +191,7 @@ def _reasons(subject: Subject, plan: RunPlan, guided: bool) -> list[str]:
 
 
 def _stages(work: Work, degrees: Parallelism, request: ParallelRequest) -> tuple[str, ...]:
-    """Says of each stage of a pipeline which blocks it has, with their work and size, how long stages are idle, and why
-    there is a pipeline if auto made it."""
+    """Says of each stage its blocks, work and size, how long stages idle, and why auto made a pipeline."""
     if degrees.pipeline_degree == 1 or not (stages := stages_of(work.network, degrees)):
         return ()
     each = [_stage(number, stage) for number, stage in enumerate(stages, 1)]

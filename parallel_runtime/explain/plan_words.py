@@ -1,7 +1,6 @@
 """Parts of a plan for its user, for CP Plan and the log: in words, why it was chosen, shares, memory, weights,
 attention kernels; drawn, each rank's part of the sequence, the heads and the weights; and what a VAE's decode costs
-here and divided.
-"""
+here and divided."""
 
 import math
 from collections.abc import Sequence
@@ -27,8 +26,7 @@ WAN, WAN_22 = "comfy.ldm.wan.vae", "comfy.ldm.wan.vae2_2"
 
 
 def compared(plans: Sequence[RunPlan]) -> tuple[str, ...]:
-    """Compares the seconds of the first plan, which is taken, with those of the best others; () where none leaves out
-    a device."""
+    """Compares the first plan, which is taken, with the best others; () where none leaves out a device."""
     if not any(plan.left_out for plan in plans):
         return ()
     best, *others = plans
@@ -99,8 +97,7 @@ def memory(estimate: Estimate, placement: Placement, free: Sequence[int]) -> tup
 
 
 def weights(plan: RunPlan, work: Work, capacity: Capacity) -> tuple[str, ...]:
-    """Returns the sentences on the weights that workers have, those that they fetch, and how long they wait for
-    them."""
+    """Returns the sentences on the weights that workers have, that they fetch, and how long they wait for them."""
     estimate, mode, degrees = plan.estimate, plan.weights.mode, plan.degrees
     if estimate is None:
         return ()
@@ -111,7 +108,10 @@ def weights(plan: RunPlan, work: Work, capacity: Capacity) -> tuple[str, ...]:
     values = {"mode": mode, "workers": degrees.context_parallel_size, "fetched": f"{estimate.fetched_bytes / GIB:.2f}"}
     source, blocks = "weights.fetched" if mode == "offload" else "weights.gathered", len(work.network.blocks)
     if len(set(estimate.weight_bytes_by_rank)) > 1:
-        sentence = say(f"{source}.each", each=_weights_of_each(plan, estimate, blocks), **values)
+        resident = [plan.weights.resident_blocks_on(rank) for rank in range(plan.placement.world_size)]
+        each = zip(plan.placement.device_names, estimate.weight_bytes_by_rank, resident, strict=True)
+        listing = ", ".join(f"{device} {size_in_words(size)} ({count}/{blocks})" for device, size, count in each)
+        sentence = say(f"{source}.each", each=listing, **values)
     else:
         weight_gib = f"{max(estimate.weight_bytes_by_rank) / GIB:.2f}"
         sentence = say(source, resident=plan.weights.resident_blocks, blocks=blocks, weights=weight_gib, **values)
@@ -125,14 +125,6 @@ def _fetching(plan: RunPlan, work: Work, estimate: Estimate) -> str:
     key = ("weights.waits" if estimate.exposed_seconds else "weights.hidden") + (".one" if prompts == 1 else "")
     seconds = {"seconds": f"{estimate.batch_seconds:.2f}", "exposed": f"{estimate.exposed_seconds:.2f}"}
     return say(key, prompts=prompts, **seconds)
-
-
-def _weights_of_each(plan: RunPlan, estimate: Estimate, blocks: int) -> str:
-    """Lists each worker's weights at rest, and its number of resident blocks."""
-    each = []
-    for rank, (device, size) in enumerate(zip(plan.placement.device_names, estimate.weight_bytes_by_rank, strict=True)):
-        each.append(f"{device} {size_in_words(size)} ({plan.weights.resident_blocks_on(rank)}/{blocks})")
-    return ", ".join(each)
 
 
 def _why_not_replicated(plan: RunPlan, work: Work, capacity: Capacity) -> str:
@@ -173,8 +165,7 @@ def text_encoder(placed: EncoderPlacement, size: EncoderSize, devices: Sequence[
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """The part of one rank: its `tokens` outside of attention, its `heads` inside it. `lane` says which prompt or which
-    images where these are shared out."""
+    """The part of one rank: `tokens` outside of attention, `heads` inside it; `lane` says which prompt or images."""
 
     rank: int
     device: str
@@ -200,14 +191,10 @@ def _part(rank: int, device: str, plan: RunPlan, weights: Sequence[float], stage
     stage, group = divmod(group, degrees.cfg_degree * degrees.data_degree)
     data, cfg = divmod(group, degrees.cfg_degree)
     shares = degrees.cp_group_shares[group]
-    return Part(
-        rank=rank,
-        device=device,
-        tokens=_share(index, shares),
-        heads=_share(rank % ulysses, [sum(shares[number::ulysses]) for number in range(ulysses)]),
-        weights=stages[stage] if stages else (first, first + weights[rank]),
-        lane=_lane(stage, data, cfg, degrees),
-    )
+    heads = _share(rank % ulysses, [sum(shares[number::ulysses]) for number in range(ulysses)])
+    own = stages[stage] if stages else (first, first + weights[rank])
+    lane = _lane(stage, data, cfg, degrees)
+    return Part(rank=rank, device=device, tokens=_share(index, shares), heads=heads, weights=own, lane=lane)
 
 
 def _first(index: int, weights: Sequence[float]) -> float:
@@ -253,23 +240,18 @@ PICTURES = Decoding(flops=6.06e8, halo_bytes=6.4e4, exchanges=64, kernels=1100, 
 COUNTED: dict[tuple[str, int], Decoding] = {  # by class and the dims of a latent
     (f"{KL}({DIFFUSION}.Encoder, {DIFFUSION}.Decoder)", 4): PICTURES,
     (f"{ENGINE}({DIFFUSION}.Encoder, {DIFFUSION}.Decoder)", 4): PICTURES,
-    (f"{KL}({DIFFUSION}.Encoder, {DIFFUSION}.Decoder)", 5): Decoding(
-        flops=4.23e9, halo_bytes=1.41e5, exchanges=28, kernels=570, width=512, over_time=True
-    ),
-    (f"{ENGINE}({HUNYUAN}.vae_refiner.Encoder, {HUNYUAN}.vae_refiner.Decoder)", 5): Decoding(
-        flops=2.50e10, halo_bytes=4.15e5, exchanges=18, kernels=280, width=1024
-    ),
-    (f"{WAN}.WanVAE({WAN}.Encoder3d, {WAN}.Decoder3d)", 5): Decoding(
-        flops=2.07e9, halo_bytes=2.27e5, exchanges=41, kernels=790, width=384
-    ),
-    (f"{WAN_22}.WanVAE({WAN_22}.Encoder3d, {WAN_22}.Decoder3d)", 5): Decoding(
-        flops=1.83e10, halo_bytes=5.87e5, exchanges=33, kernels=710, width=1024
-    ),
-    (f"{LTX}.VideoVAE({LTX}.Encoder, {LTX}.Decoder)", 5): Decoding(
-        flops=9.80e9, halo_bytes=3.8e5, exchanges=15, kernels=300
-    ),
+    (f"{KL}({DIFFUSION}.Encoder, {DIFFUSION}.Decoder)", 5):
+        Decoding(flops=4.23e9, halo_bytes=1.41e5, exchanges=28, kernels=570, width=512, over_time=True),
+    (f"{ENGINE}({HUNYUAN}.vae_refiner.Encoder, {HUNYUAN}.vae_refiner.Decoder)", 5):
+        Decoding(flops=2.50e10, halo_bytes=4.15e5, exchanges=18, kernels=280, width=1024),
+    (f"{WAN}.WanVAE({WAN}.Encoder3d, {WAN}.Decoder3d)", 5):
+        Decoding(flops=2.07e9, halo_bytes=2.27e5, exchanges=41, kernels=790, width=384),
+    (f"{WAN_22}.WanVAE({WAN_22}.Encoder3d, {WAN_22}.Decoder3d)", 5):
+        Decoding(flops=1.83e10, halo_bytes=5.87e5, exchanges=33, kernels=710, width=1024),
+    (f"{LTX}.VideoVAE({LTX}.Encoder, {LTX}.Decoder)", 5):
+        Decoding(flops=9.80e9, halo_bytes=3.8e5, exchanges=15, kernels=300),
     (MINIMAX_H3, 5): Decoding(flops=4.86e9, halo_bytes=6144, exchanges=1, kernels=900, width=36 * 2048),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,8 +278,7 @@ class Decode:
 
 
 def decode_seconds(decode: Decode, workers: int, profile: DeviceProfile) -> float | None:
-    """Returns the seconds on `workers`; None for a class that was not counted. Halos hide behind convolutions,
-    latencies do not."""
+    """Returns the seconds on `workers`; None for an unknown class. Halos hide behind convolutions, latencies do not."""
     counted = COUNTED.get((decode.kind, len(decode.latent)))
     if counted is None or not profile.flops_per_second:
         return None

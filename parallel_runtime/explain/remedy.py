@@ -8,6 +8,8 @@ from ..errors import Refused, listed, say
 from ..request import ParallelRequest, widgets
 from ..specs import DEGREES
 
+Check = Callable[[ParallelRequest], object]  # raises Refused
+
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
@@ -18,15 +20,11 @@ class Change:
     automatic: bool
 
 
-def instead(
-    check: Callable[[ParallelRequest], object], request: ParallelRequest, refused: Refused
-) -> tuple[ParallelRequest, Refused]:
+def instead(check: Check, request: ParallelRequest, refused: Refused) -> tuple[ParallelRequest, Refused]:
     """Returns the nearest request that `check`, which raises Refused, lets pass; and the refusal, which says what to
-    change.
-
-    Of what the refusal itself says and each single widget at its default it takes what changes the fewest widgets; if
-    none of these is enough, what this and all further refusals say.
-    """
+    change."""
+    # Of what the refusal itself says and each single widget at its default, what changes the fewest widgets; if none of
+    # these is enough, what this and all further refusals say.
     own = request.with_values(refused.fix)
     ones = [request.with_values({each.name: each.default}) for each in widgets()]
     working = [_least(check, request, one) for one in (own, *ones) if one != request and refusal(check, one) is None]
@@ -39,9 +37,7 @@ def instead(
     return nearest, Refused("nearest", widget=refused.widget, reason=reason, nearest=in_words(changed))
 
 
-def _least(
-    check: Callable[[ParallelRequest], object], request: ParallelRequest, mended: ParallelRequest
-) -> ParallelRequest:
+def _least(check: Check, request: ParallelRequest, mended: ParallelRequest) -> ParallelRequest:
     """Returns `mended` with every value of `request` that need not have been changed."""
     for name, value in request.values.items():
         restored = mended.with_values({name: value})
@@ -50,11 +46,8 @@ def _least(
     return mended
 
 
-def _following(
-    check: Callable[[ParallelRequest], object], request: ParallelRequest, reason: Refused | None
-) -> ParallelRequest:
-    """Returns the request after doing what each refusal says, one after the other; an automatic one if that leads
-    nowhere."""
+def _following(check: Check, request: ParallelRequest, reason: Refused | None) -> ParallelRequest:
+    """Returns the request after doing what refusals say, one after the other; an automatic one if that fails."""
     for _ in widgets():
         if reason is None:
             return request
@@ -63,7 +56,7 @@ def _following(
     return ParallelRequest(dtype=request.dtype)
 
 
-def refusal(check: Callable[[ParallelRequest], object], request: ParallelRequest) -> Refused | None:
+def refusal(check: Check, request: ParallelRequest) -> Refused | None:
     try:
         check(request)
     except Refused as refused:
@@ -77,12 +70,9 @@ def changes(before: ParallelRequest, after: ParallelRequest) -> tuple[Change, ..
 
 
 def changes_to(values: Mapping[str, Any]) -> tuple[Change, ...]:
-    """Returns the changes that give these widgets these values. Empty devices are all of them, and 0 is auto for
-    degrees."""
-    return tuple(
-        Change(name=name, value=value, automatic=value == "" or (value == 0 and name in DEGREES))
-        for name, value in values.items()
-    )
+    """Returns the changes that give widgets these values; empty devices are all of them, 0 is auto for degrees."""
+    automatic = {name: value == "" or (value == 0 and name in DEGREES) for name, value in values.items()}
+    return tuple(Change(name=name, value=values[name], automatic=automatic[name]) for name in values)
 
 
 def in_words(changed: Sequence[Change]) -> str:

@@ -5,8 +5,7 @@ Only here and in the demo is diffusers imported. README.md documents it, example
 
 attaching   attach and detach, with a caller's own mesh and diffusers' config
 plans       how diffusers' transformers are split
-processors  the one hook into diffusers' attention, and processors of ours where diffusers' own pass it by
-"""
+processors  the one hook into diffusers' attention, and processors of ours where diffusers' own pass it by"""
 
 from ..architectures.split_plan import SplitPlan
 from ..engine.comm.mesh import build_mesh
@@ -17,13 +16,6 @@ from .plans import plan_of
 Plan = SplitPlan  # the name that scripts import
 
 __all__ = [
-    "Parallelism",
-    "Plan",
-    "SplitPlan",
-    "adopt_mesh",
-    "attach",
-    "build_mesh",
-    "detach",
-    "from_context_parallel_config",
+    "Parallelism", "Plan", "SplitPlan", "adopt_mesh", "attach", "build_mesh", "detach", "from_context_parallel_config",
     "plan_of",
-]
+]  # fmt: skip

@@ -1,6 +1,5 @@
 """Making a transformer context parallel, and plain again: `attach`, `detach`. Takes what a caller of diffusers has:
-PyTorch's DeviceMesh, diffusers' ContextParallelConfig.
-"""
+PyTorch's DeviceMesh, diffusers' ContextParallelConfig."""
 
 import logging
 from collections.abc import Collection, Iterator
@@ -31,8 +30,7 @@ from .processors import Aware, aware, backend_name
 def from_context_parallel_config(config: Any) -> Parallelism:
     """Returns the Parallelism that a diffusers ContextParallelConfig (or a ParallelConfig around one) asks for.
 
-    `ulysses_anything` and `ring_anything` are always on here. A mesh in it goes to `attach`.
-    """
+    `ulysses_anything` and `ring_anything` are always on here. A mesh in it goes to `attach`."""
     config = getattr(config, "context_parallel_config", config)
     mesh = getattr(config, "mesh", None)
     return Parallelism(
@@ -44,8 +42,7 @@ def from_context_parallel_config(config: Any) -> Parallelism:
 
 
 def mesh_for(mesh: ContextMesh | DeviceMesh | None, parallelism: Parallelism, device: torch.device) -> ContextMesh:
-    """Returns `mesh`, one built here if it is None, or one adopted if it is PyTorch's. Raises ValueError where degrees
-    and mesh disagree."""
+    """Returns `mesh`, or one built or adopted from PyTorch's. Raises ValueError where degrees disagree with it."""
     if mesh is None:
         return build_mesh(parallelism, device)
     if isinstance(mesh, DeviceMesh):
@@ -61,8 +58,7 @@ def adopt_mesh(mesh: DeviceMesh, parallelism: Parallelism, device: torch.device 
     """Returns a ContextMesh of the ranks of the caller's DeviceMesh, which may have other dims (fsdp, data).
 
     It must have "ring" and "ulysses", ring first, with the sizes that `parallelism` says, and "data" and "cfg" where
-    those are parallel too; ValueError otherwise. Collective over the mesh, as `build_mesh`.
-    """
+    those are parallel too; ValueError otherwise. Collective over the mesh, as `build_mesh`."""
     _check_dims(mesh, parallelism)
     comm_device = comm_device_of(device or torch.device(mesh.device_type))
     group_state = GroupState()
@@ -127,12 +123,9 @@ class _Attachment(ExitStack):
 
 
 def attach(
-    transformer: nn.Module,
-    mesh: ContextMesh | DeviceMesh | None,
-    parallelism: Parallelism,
-    plan: SplitPlan | None = None,
-    replicated: Collection[str] = (),
-) -> None:
+    transformer: nn.Module, mesh: ContextMesh | DeviceMesh | None, parallelism: Parallelism,
+    plan: SplitPlan | None = None, replicated: Collection[str] = (),
+) -> None:  # fmt: skip
     """Run every later forward of `transformer` over the ranks of `mesh`; all of them must call it, then forward.
 
     Each rank passes full inputs and gets the full output, equal to what one rank computes. `mesh` None: built here,
@@ -140,8 +133,7 @@ def attach(
     every rank. Where one rank has the full sequence, only the attention backend is set. Processors that know no
     backend are replaced by ours where we have one. Raises ValueError, and changes nothing, when it is attached already,
     when plan, mesh and transformer do not fit, when an attention processor cannot be made parallel, or when a cache of
-    diffusers' compares hidden states. A forward raises it for a cache that was enabled later.
-    """
+    diffusers' compares hidden states. A forward raises it for a cache that was enabled later."""
     if hasattr(transformer, PARALLELIZED):
         raise ValueError(f"this {type(transformer).__name__} is attached already; detach it first")
     if getattr(transformer, "_parallel_config", None) is not None:
@@ -192,7 +184,9 @@ def _settings(
     chosen = {id(module): over for block in blocks for scope, over in block.scopes for module in scope.modules()}
     attentions: dict[Cross, ContextAttention] = {}
     scope_by_processor: dict[int, AttentionSpecs] = {}
-    for name, module in _attention_modules(transformer):
+    for name, module in transformer.named_modules():
+        if not callable(getattr(module, "processor", None)):
+            continue
         over = chosen.get(id(module), "local")
         processor = aware(module.processor)
         if scope_by_processor.setdefault(id(processor), over) != over:
@@ -209,12 +203,6 @@ def _settings(
         yield _Setting(name, processor, "_attention_backend", backend)
 
 
-def _attention_modules(transformer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, module in transformer.named_modules():
-        if getattr(module, "processor", None) is not None and callable(module.processor):
-            yield name, module
-
-
 def _check_aware(name: str, processor: Any) -> None:
     kind = type(processor).__name__
     if not hasattr(processor, "_parallel_config") or not hasattr(processor, "_attention_backend"):
@@ -227,11 +215,8 @@ def _check_aware(name: str, processor: Any) -> None:
 
 
 def _local_backend(processor: Any, parallelism: Parallelism) -> AttentionBackendName | None:
-    """Returns the backend that diffusers itself shall use: what was chosen, or what the processor has.
-
-    Our own processors use our backend here too: where a kernel of diffusers would refuse a mask, `attend` takes
-    another.
-    """
+    """Returns the backend that diffusers itself shall use: what was chosen, or what the processor has."""
+    # Ours for our own processors: where a kernel of diffusers would refuse a mask, `attend` takes another.
     if isinstance(processor, Aware):
         return backend_name(parallelism.options.attention_backend)
     if parallelism.options.attention_backend == "auto" or not hasattr(processor, "_attention_backend"):

@@ -2,8 +2,7 @@
 
     torchrun --nproc-per-node 2 -m parallel_runtime.for_diffusers.example
 
-Runs on a CPU too, and downloads nothing.
-"""
+Runs on a CPU too, and downloads nothing."""
 
 import logging
 from typing import Any

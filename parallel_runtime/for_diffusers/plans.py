@@ -5,6 +5,7 @@ must stay full, or leave out what must be split. A class that is not here is ref
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -27,36 +28,30 @@ from ..architectures.split_plan import (
     SplitSpec,
 )
 
+Args = Mapping[str | int, SplitSpec]
+Plans = tuple[ModulePlan, ...]
+
 
 def plan_of(transformer: nn.Module) -> SplitPlan:
     """Returns the SplitPlan of a transformer's class; raises ValueError if we do not know it."""
     for kind in type(transformer).__mro__:  # FSDP makes a subclass of each module's class
         if kind.__name__ in PLANS:
             return PLANS[kind.__name__]
-    raise ValueError(
-        f"no context-parallel plan is known for {type(transformer).__name__} (known: {', '.join(PLANS)}); pass "
-        "plan=SplitPlan(...)"
-    )
+    name, known = type(transformer).__name__, ", ".join(PLANS)
+    raise ValueError(f"no context-parallel plan is known for {name} (known: {known}); pass plan=SplitPlan(...)")
 
 
 def _blocks(
-    stack: str,
-    args: Mapping[str | int, SplitSpec],
-    attends: Names,
-    unsplit: Names,
-    before: tuple[ModulePlan, ...] = (),
-    last: str = "norm_out",
-    **more: Any,
+    stack: str, args: Args, attends: Names, unsplit: Names, before: Plans = (), last: str = "norm_out", **more: Any
 ) -> SplitPlan:
-    """Returns the plan of a stack of blocks, the modules `before` it, and the `last` layer, which receives the full
-    stream of the latent."""
+    """Returns the plan of a stack of blocks, the modules `before` it, and the `last` layer, on the latent in full."""
     module_plans = (*before, ModulePlan(stack, args, attends, unsplit_args=unsplit, **more))
     return SplitPlan((*module_plans, ModulePlan(last, {0: Gather((SplitPlan(module_plans).main_stream,))})))
 
 
-def _refiner(argument: str, positions: str, unsplit: Names) -> tuple[ModulePlan, ...]:
+def _refiner(argument: str, positions: str, unsplit: Names) -> Plans:
     """Returns the plan of the refiner of image tokens, before text and image are one stream."""
-    args: Mapping[str | int, SplitSpec] = {argument: Split(IMAGE), positions: SplitLike(IMAGE)}
+    args: Args = {argument: Split(IMAGE), positions: SplitLike(IMAGE)}
     return (ModulePlan("noise_refiner", args, IMAGE, unsplit_args=unsplit, gathers=True, never_skipped=True),)
 
 
@@ -64,8 +59,7 @@ def _added(argument: str, streams: Names, *unsplit: str) -> ModulePlan:
     """Returns the plan of a transformer that adds a ControlNet's residuals to tokens of these streams.
 
     They are given in a list or by block, before there are tokens, whose number they tell. Tokens are split before they
-    are added.
-    """
+    are added."""
 
     def split_residuals(residuals: Any, split: Callable[[Any, SplitSpec], Any]) -> Any:
         numbers = [*residuals] if isinstance(residuals, dict) else None
@@ -75,28 +69,19 @@ def _added(argument: str, streams: Names, *unsplit: str) -> ModulePlan:
         parts = split(values, SplitLike(streams))
         return parts if numbers is None else dict(zip(numbers, parts, strict=True))
 
-    return ModulePlan(
-        "",
-        {argument: split_residuals},
-        unsplit_args=(*unsplit, "hidden_states", "encoder_hidden_states", "timestep", "return_dict"),
-    )
+    inputs = (*unsplit, "hidden_states", "encoder_hidden_states", "timestep", "return_dict")
+    return ModulePlan("", {argument: split_residuals}, unsplit_args=inputs)
 
 
-_IDS: Mapping[str | int, SplitSpec] = {
-    "hidden_states": Split(IMAGE),
-    "encoder_hidden_states": Split(TEXT),
-    "img_ids": SplitLike(IMAGE, -2),
-    "txt_ids": SplitLike(TEXT, -2),
-}
-_RESIDUALS: Mapping[str | int, SplitSpec] = {
-    "controlnet_block_samples": SplitLike(IMAGE),
-    "controlnet_single_block_samples": SplitLike(IMAGE),
-}
-_TWO_STREAMS: Mapping[str | int, SplitSpec] = {"encoder_hidden_states": Split(TEXT), "hidden_states": Split(IMAGE)}
-_ONE_STREAM: Mapping[str | int, SplitSpec] = {"hidden_states": Split(TEXT + IMAGE)}
+_RESIDUALS: Args = dict.fromkeys(("controlnet_block_samples", "controlnet_single_block_samples"), SplitLike(IMAGE))
+_TWO_STREAMS: Args = {"encoder_hidden_states": Split(TEXT), "hidden_states": Split(IMAGE)}
+_ONE_STREAM: Args = {"hidden_states": Split(TEXT + IMAGE)}
+# In the order in which these transformers and blocks return them, which is that of their specs.
+_IMAGE_FIRST: dict[str | int, SplitSpec] = {"hidden_states": Split(IMAGE), "encoder_hidden_states": Split(TEXT)}
+_IDS: Args = {**_IMAGE_FIRST, "img_ids": SplitLike(IMAGE, -2), "txt_ids": SplitLike(TEXT, -2)}
 
 
-def _flux(single: Mapping[str | int, SplitSpec], inputs: Mapping[str | int, SplitSpec]) -> SplitPlan:
+def _flux(single: Args, inputs: Args) -> SplitPlan:
     """Splits all inputs of the transformer; positions are computed from ids, which are split by then."""
     unsplit = ("timestep", "pooled_projections", "guidance", "joint_attention_kwargs", "attention_mask", "return_dict",
              "controlnet_blocks_repeat", "num_ref_tokens", "ref_fixed_timestep")  # fmt: skip
@@ -169,7 +154,7 @@ def _rope(streams: Names, dim: int) -> tuple[SplitLike, SplitLike]:
     return SplitLike(streams, dim), SplitLike(streams, dim)
 
 
-def _video(stack: str, args: Mapping[str | int, SplitSpec], *unsplit: str) -> SplitPlan:
+def _video(stack: str, args: Args, *unsplit: str) -> SplitPlan:
     """Returns the plan of a stack over video tokens alone; text is read as keys."""
     split_args = {"hidden_states": Split(VIDEO), **args}
     return _blocks(stack, split_args, VIDEO, ("encoder_hidden_states", *unsplit), submodule_attends={"attn2": "local"})
@@ -178,13 +163,10 @@ def _video(stack: str, args: Mapping[str | int, SplitSpec], *unsplit: str) -> Sp
 WAN = _video("blocks", {"temb": SplitLike(VIDEO, ndim=4), "rotary_emb": _rope(VIDEO, 1)})
 
 # Tokens of earlier frames come first; every block is given the number of the new ones.
+NEW_TOKENS = Index("video", to_end=True)
 HELIOS = _video(
     "blocks",
-    {
-        "temb": SplitLike(VIDEO, ndim=4),
-        "rotary_emb": SplitLike(VIDEO),
-        "original_context_length": Index("video", to_end=True),
-    },
+    {"temb": SplitLike(VIDEO, ndim=4), "rotary_emb": SplitLike(VIDEO), "original_context_length": NEW_TOKENS},
 )
 
 LTX_VIDEO = _video(
@@ -228,26 +210,16 @@ LTX2 = SplitPlan(
     ),
 )  # fmt: skip
 
-HUNYUAN_TOKENS: dict[str | int, SplitSpec] = {
-    "hidden_states": Split(IMAGE),
-    "encoder_hidden_states": Split(TEXT),
-    4: _rope(IMAGE, 0),
-}
+HUNYUAN_TOKENS = _IMAGE_FIRST | {4: _rope(IMAGE, 0)}
 # The last two are for a first frame that is given.
-HUNYUAN_VIDEO = SplitPlan(
-    (
-        *(
-            ModulePlan(
-                stack,
-                HUNYUAN_TOKENS | {6: Index("image")},
-                IMAGE + TEXT,
-                unsplit_args=("temb", "attention_mask", "token_replace_emb"),
-            )
-            for stack in ("transformer_blocks", "single_transformer_blocks")
-        ),
-        ModulePlan("norm_out", {0: Gather(IMAGE)}),
-    )
+HUNYUAN_SINGLE = ModulePlan(
+    "single_transformer_blocks",
+    HUNYUAN_TOKENS | {6: Index("image")},
+    IMAGE + TEXT,
+    unsplit_args=("temb", "attention_mask", "token_replace_emb"),
 )
+HUNYUAN_DOUBLE = replace(HUNYUAN_SINGLE, name="transformer_blocks")
+HUNYUAN_VIDEO = SplitPlan((HUNYUAN_DOUBLE, HUNYUAN_SINGLE, ModulePlan("norm_out", {0: Gather(IMAGE)})))
 # The three kinds of text and the padding between them are put into one row before the blocks: one stream from there.
 HUNYUAN_VIDEO_15 = _blocks(
     "transformer_blocks", HUNYUAN_TOKENS | {"attention_mask": SplitLike(TEXT)}, IMAGE + TEXT, ("temb",)

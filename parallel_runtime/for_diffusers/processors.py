@@ -6,8 +6,7 @@ parallel_config=self._parallel_config)`. A processor whose two attributes name o
 reaches us; nothing that diffusers registered itself is changed, and no process-wide setting is touched.
 
 Each processor of ours is diffusers' own, line by line the same arithmetic, with `dispatch_attention_fn` in the place of
-torch's call.
-"""
+torch's call."""
 
 from collections.abc import Iterable
 from functools import cache, partial
@@ -28,25 +27,16 @@ from ..request import AttentionBackend
 
 @cache
 def backend_name(kernel: AttentionBackend) -> AttentionBackendName:
-    """Returns the name under which diffusers finds us. Calls without a ContextAttention are local, on `kernel`.
-
-    `dispatch_attention_fn` takes members of its enum only, and an enum cannot grow: this is one that is not listed
-    among its members, so that no list of choices in diffusers shows it.
-    """
+    """Returns the name under which diffusers finds us. Calls without a ContextAttention are local, on `kernel`."""
+    # `dispatch_attention_fn` takes members of its enum only, and an enum cannot grow: this is one that is not listed
+    # among its members, so that no list of choices in diffusers shows it.
     name = str.__new__(AttentionBackendName, f"context_parallel_{kernel}")
     name._name_ = name._value_ = f"context_parallel_{kernel}"
 
     def context_parallel(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        _parallel_config: Any = None,
-    ) -> Tensor:
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, _parallel_config: Any = None,
+    ) -> Tensor:  # fmt: skip
         if dropout_p or is_causal:
             raise ValueError("dropout and causal attention cannot be split over ranks yet")
         if _parallel_config is None:
@@ -81,17 +71,12 @@ class JointAttention(Aware):
     tokens after them where there are any, of which a mask may hide some as keys.
 
     diffusers also masks the keys of hidden queries, by a mask of all pairs of tokens. Nothing reads those outputs, so a
-    mask of keys suffices.
-    """
+    mask of keys suffices."""
 
     def __call__(
-        self,
-        attn: Attention,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        image_rotary_emb: Any = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+        self, attn: Attention, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None, image_rotary_emb: Any = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         query, key, value = _heads(attn, hidden_states, (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k))
         if image_rotary_emb is not None:
             rotate: Any = partial(apply_rotary_emb, freqs_cis=image_rotary_emb, sequence_dim=1)
@@ -114,13 +99,9 @@ class GroupedAttention(Aware):
     """Replaces Lumina2AttnProcessor2_0: self-attention with rotary positions, several query heads to a key head."""
 
     def __call__(
-        self,
-        attn: Attention,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        image_rotary_emb: Tensor | None = None,
-    ) -> Tensor:
+        self, attn: Attention, hidden_states: Tensor, encoder_hidden_states: Tensor,
+        attention_mask: Tensor | None = None, image_rotary_emb: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         assert encoder_hidden_states is hidden_states
         projections = (attn.to_q, attn.to_k, attn.to_v)
         query, key, value = _heads(attn, hidden_states, projections, (attn.norm_q, attn.norm_k))
@@ -134,8 +115,7 @@ class GroupedAttention(Aware):
 
 
 def _heads(attn: Attention, tokens: Tensor, projections: Iterable[Any], norms: Iterable[Any]) -> list[Tensor]:
-    """Returns query, key and value of `tokens`, [B, tokens, heads, head size], the first two normed where there is a
-    norm."""
+    """Returns query, key and value of `tokens`, [B, tokens, heads, head size], normed where there are norms."""
     size = attn.inner_dim // attn.heads
     query, key, value = (project(tokens).unflatten(-1, (-1, size)) for project in projections)
     return [*(x if norm is None else norm(x) for x, norm in zip((query, key), norms, strict=True)), value]

@@ -58,10 +58,9 @@ class Activity:
                 self._close_record(how, reason)
 
     def joined(self, answers: dict[int, Joined], machines: list[str]) -> None:
-        ranks = (
-            replace(rank, machine=machines[rank.rank], readings=answers[rank.rank].readings) for rank in self.now.ranks
-        )
-        self._set_state("idle", ranks=tuple(ranks), stage="", step=0, steps=0)
+        known = [(rank, machines[rank.rank], answers[rank.rank].readings) for rank in self.now.ranks]
+        ranks = tuple(replace(rank, machine=machine, readings=readings) for rank, machine, readings in known)
+        self._set_state("idle", ranks=ranks, stage="", step=0, steps=0)
 
     def begin_request(self, model: ModelSpec, degrees: Parallelism, job: Job) -> None:
         """A request begins. Between two evaluations of one run the state stays as it is."""

@@ -78,6 +78,7 @@ class Cluster:
         self._address, port = parse_endpoint(placement.rdzv_endpoint)
         self._interface = interface_of(self._address)
         self.machines: list[RemoteMachine] = []
+        # The store's socket is bound here, so that its port is known before a machine is invited.
         meeting = listen(self._address, 0)
         self._store_port = meeting.getsockname()[1]
         timeout = timedelta(seconds=STORE_SECONDS)
@@ -92,8 +93,7 @@ class Cluster:
         return Rendezvous(store=store, machines=self._placement.nnodes, interface=self._interface)
 
     def wait_for_machines(self, deadline: float, watch: Callable[[], None]) -> None:
-        """Waits until every machine has joined. `watch` is called often, and ends the wait by raising. Raises
-        WorkerStartError."""
+        """Waits until every machine has joined, and calls `watch`, which may raise. Raises WorkerStartError."""
         missing = self._placement.nnodes - 1
         log.info(
             "[CP] waiting at %s for %d other machine(s); on each run: %s",
@@ -109,25 +109,14 @@ class Cluster:
             watch()
             if time.monotonic() > deadline:
                 joined = [machine.machine for machine in self.machines]
-                reason = say(
-                    "start.machines",
-                    count=1 + len(joined),
-                    machines=self._placement.nnodes,
-                    others=joined or "-",
-                    command=self._command,
-                )
-                raise WorkerStartError(reason)
+                values = {"count": 1 + len(joined), "machines": self._placement.nnodes, "others": joined or "-"}
+                raise WorkerStartError(say("start.machines", **values, command=self._command))
             self.machines = [machine for machine in self.machines if machine.running()]
             with contextlib.suppress(queue.Empty):
                 self._admit(self.gate.arrivals.get(timeout=0.1))
         for index, machine in enumerate(self.machines, start=1):
-            invitation = Invitation(
-                index=index,
-                nnodes=self._placement.nnodes,
-                workers=len(machine.devices),
-                store=self._store_port,
-                token=self._group_token,
-            )
+            workers, nnodes, store = len(machine.devices), self._placement.nnodes, self._store_port
+            invitation = Invitation(index=index, nnodes=nnodes, workers=workers, store=store, token=self._group_token)
             with contextlib.suppress(OSError):  # a machine that left meanwhile is named by the check of the start
                 machine.control.send(invitation)
 
@@ -245,22 +234,14 @@ class Gate:
 
 @functools.cache
 def versions() -> tuple[str, ...]:
-    """Returns the versions that all machines must share, each with its name. PyTorch's includes the build, which pip
-    does not always show."""
-    return (
-        f"CP Sampler {_code_digest()}",
-        f"Python {sys.version_info.major}.{sys.version_info.minor}",
-        f"PyTorch {torch.__version__}",
-    )
+    """Returns the versions that all machines must share, by name; PyTorch's with its build, which pip may not show."""
+    digest, python = hashlib.sha256(), sys.version_info
+    for path in sorted(PACKAGE.rglob("*.py")):
+        digest.update(str(path.relative_to(PACKAGE)).encode() + path.read_bytes())
+    ours = f"CP Sampler {digest.hexdigest()[:8]}"
+    return ours, f"Python {python.major}.{python.minor}", f"PyTorch {torch.__version__}"
 
 
 def version_mismatches(other_versions: tuple[str, ...]) -> list[tuple[str, str]]:
     """Returns the pairs of versions, the other machine's and this one's, that differ."""
     return [(other, local) for other, local in zip(other_versions, versions(), strict=False) if other != local]
-
-
-def _code_digest() -> str:
-    digest = hashlib.sha256()
-    for path in sorted(PACKAGE.rglob("*.py")):
-        digest.update(str(path.relative_to(PACKAGE)).encode() + path.read_bytes())
-    return digest.hexdigest()[:8]

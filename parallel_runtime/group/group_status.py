@@ -1,6 +1,5 @@
 """The status of the worker group as one frozen value, which is replaced, never changed: readers need no lock. And the
-last lines that workers printed and this pack logged, by rank, to show them after a failure.
-"""
+last lines that workers printed and this pack logged, by rank, to show them after a failure."""
 
 import logging
 import time
@@ -10,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ..specs import Parallelism, Placement
-from ..wire.messages import Busy, Readings
+from ..wire.messages import SHOWN, Busy, Readings
 
 State = Literal[
     "none", "starting", "unstarted", "loading", "sampling", "decoding", "encoding", "cancelling", "cancelled", "idle",
@@ -38,6 +37,12 @@ class RankStatus:
     loaded: float = 0.0
     readings: Readings | None = None
     busy: Busy = ""
+
+    @property
+    def shown(self) -> dict[str, float | None]:
+        """What the page shows of the readings, each None if unknown."""
+        values = {name: getattr(self.readings, name, None) for name in SHOWN}
+        return values | {"step_seconds": values["step_seconds"] or None}  # 0 before the first step
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,9 +35,8 @@ class Size:
 
 @dataclass(frozen=True)
 class RunSetup:
-    """How a run was divided: its `degrees`, without what else a Parallelism has, and the kind of devices. `shared`:
-    several workers use one device, or the cores of one machine. `patched`: by token patches, which one worker has
-    not."""
+    """How a run was divided: its `degrees`, without a Parallelism's other fields, and the kind of devices; several
+    workers may be on one (`shared`). `patched`: by token patches, which one worker has not."""
 
     degrees: Parallelism = field(default_factory=Parallelism)
     kind: str = ""
@@ -58,16 +57,14 @@ class RunSetup:
         return RunSetup(kind=self.kind)
 
     def plausible_speedup(self, times: float | None) -> float | None:
-        """Returns this speedup, or None if it is implausible, the devices are shared, or the result is not that of one
-        worker (token patches)."""
+        """Returns this speedup; None if it is implausible, devices are shared, or one worker gives another result."""
         believed = times is not None and self.workers > 1 and times <= MAX_SPEEDUP_PER_WORKER * self.workers
         return times if believed and not self.shared and not self.patched else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """Measured seconds a step of a setup, and the time of that run in seconds of the epoch; `speedup` is against one
-    worker, None if unknown."""
+    """Measured seconds a step, when that was [epoch seconds], and the `speedup` against one worker if known."""
 
     setup: RunSetup
     seconds: float
@@ -139,21 +136,16 @@ class History:
             self._keep_pace(Pace(setup=_setup_of(now), seconds=run.step_seconds, at=run.began))
 
     def paces(self, key: Hashable) -> tuple[Pace, ...]:
-        """Returns the paces measured for this work with its last sampler, fewest workers first; () for a single
-        setup."""
+        """Returns the paces of this work with its last sampler, fewest workers first; () for a single setup."""
         several = [paces for paces in self._paces.get(key, {}).values() if len(paces) > 1]
         paces = several[-1] if several else {}
         ordered = sorted(paces.values(), key=lambda pace: (pace.setup.workers, *pace.setup.degrees.by_name.values()))
-        seconds = {pace.setup: pace.seconds for pace in ordered}
-        speedups = (
-            pace.setup.plausible_speedup(seconds.get(pace.setup.single_worker, math.inf) / pace.seconds)
-            for pace in ordered
-        )
-        return tuple(replace(pace, speedup=speedup) for pace, speedup in zip(ordered, speedups, strict=True))
+        alone = [paces[one].seconds if (one := pace.setup.single_worker) in paces else math.inf for pace in ordered]
+        times = [one.setup.plausible_speedup(on_one / one.seconds) for one, on_one in zip(ordered, alone, strict=True)]
+        return tuple(replace(pace, speedup=speedup) for pace, speedup in zip(ordered, times, strict=True))
 
     def cost(self, key: Hashable, workers: Sequence[int], steps: int) -> float | None:
-        """Estimates the seconds of `steps` on each number of workers in turn, with starting and loading; None for work
-        that has not run here."""
+        """Estimates the seconds of `steps` by number of workers, with starting and loading; None for unknown work."""
         paces = [pace for paces in self._paces.get(key, {}).values() for pace in paces.values()]
         if not paces:
             return None
@@ -181,9 +173,9 @@ class History:
             self._open = replace(self._open, approximate=now.degrees.options.approximate)
 
     def step_done(self, now: Status, at: float) -> None:
-        """Another step is done, `at` this time by time.monotonic. The pace leaves out the first step, and the second
-        one too once there are more: workers that have just started may record it, and a run on warm ones would look
-        faster than what it is compared with."""
+        """Another step is done, `at` this time by time.monotonic."""
+        # The pace leaves out the first step, and the second one too once there are more: workers that have just started
+        # may record it, and a run on warm ones would look faster than what it is compared with.
         self._first_steps = [*self._first_steps, (now.step, at)][:2]
         if self._open is None:
             return
@@ -221,8 +213,7 @@ class History:
         self._phase = None
 
     def _with_single_worker(self, run: PastRun, setup: RunSetup) -> PastRun:
-        """Adds the seconds a step on one worker: measured with this sampler, else scaled from another sampler, else
-        estimated."""
+        """Adds one worker's seconds a step: measured with this sampler, else scaled from another, else estimated."""
         if run.step_seconds is None or run.workers == 1:
             return run
         paces = self._paces.get(self.size.key, {})
@@ -237,8 +228,7 @@ class History:
         return replace(run, alone=run.step_seconds * times, measured=source is not None, alone_at=alone_at)
 
     def _keep_pace(self, pace: Pace) -> None:
-        """Keeps the pace of a run if it is the best: a disturbed run is a slower one. What Measure compares, it has
-        measured."""
+        """Keeps a run's pace if it is the best: a disturbed one is slower. What Measure compares it has measured."""
         known = self._paces.pop(self.size.key, {})
         paces = known.pop(self.sampler, {})
         before = paces.get(pace.setup)
@@ -251,14 +241,11 @@ class History:
         """Adds a run. If there are too many, the oldest start or measurement goes first, then the oldest run."""
         runs = (*self._past, run)
         if len(runs) > HISTORY_LENGTH:
-            minor = [n for n, one in enumerate(runs[:-1]) if _is_minor(one)]
-            first = minor[0] if minor else 0
+            worked = [{*WORK} & {name for name, _ in one.phases} for one in runs[:-1]]
+            minor = (n for n, one in enumerate(runs[:-1]) if one.measuring or one.comparing or not worked[n])
+            first = next(minor, 0)
             runs = (*runs[:first], *runs[first + 1 :])
         self._past = runs
-
-
-def _is_minor(run: PastRun) -> bool:
-    return run.measuring or run.comparing or not {*WORK} & {name for name, _ in run.phases}
 
 
 def _setup_of(now: Status) -> RunSetup:

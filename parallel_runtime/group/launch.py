@@ -46,10 +46,8 @@ def start_workers(
     for transport in transports:
         processes = Processes(placement, activity, transport)
         try:
-            is_last = transport is transports[-1]
-            profile = processes.start_and_connect(
-                comfy, timeout, timeout if is_last else min(timeout, CONNECT_SECONDS), watch
-            )
+            connect_timeout = timeout if transport is transports[-1] else min(timeout, CONNECT_SECONDS)
+            profile = processes.start_and_connect(comfy, timeout, connect_timeout, watch)
         except NotConnected as error:
             processes.close()
             log.warning("[CP] %s", error)
@@ -74,12 +72,8 @@ def _transports(placement: Placement) -> list[Transport]:
     shared = len(set(placement.devices)) < len(placement.devices)
     if accelerator is None or shared or placement.nnodes > 1 or placement.world_size == 1:
         return [Transport()]
-    slower = (
-        transport
-        for transport in accelerator.slower_transports
-        if transport.through_main_memory or transport.environment.keys() - os.environ.keys()
-    )
-    return [Transport(), *slower]
+    slower, known = accelerator.slower_transports, os.environ.keys()
+    return [Transport(), *(one for one in slower if one.through_main_memory or one.environment.keys() - known)]
 
 
 class Processes:
@@ -107,17 +101,15 @@ class Processes:
         """Starts every rank, accepts it and waits until the group has formed, which has `connect_timeout` seconds from
         then on to exchange its first tensors. Raises WorkerStartError, with the reason.
 
-        Returns the measured device profile, with the slowest rank's rates.
-        """
+        Returns the measured device profile, with the slowest rank's rates."""
         self._activity.starting(self._placement)
         self._start(time.monotonic() + timeout, watch)
         deadline = time.monotonic() + timeout  # anew: machines that came late take nothing from the workers
         ranks = range(self._placement.world_size)
         connected: dict[int, tuple[Channel, int]] = {}
         while len(connected) < len(ranks):
-            self._check_start(
-                deadline, say("start.few", count=len(connected), workers=len(ranks), seconds=f"{timeout:.0f}")
-            )
+            late = say("start.few", count=len(connected), workers=len(ranks), seconds=f"{timeout:.0f}")
+            self._check_start(deadline, late)
             watch()
             for channel in self._new_connections():
                 if ready := self._admit(channel):
@@ -161,8 +153,7 @@ class Processes:
         return answers
 
     def ask(self, message: Any, bundle: int | None = None) -> None:
-        """Sends to every rank. `bundle` goes to all ranks on one machine; on several to rank 0, which passes it on.
-        Raises WorkerDied."""
+        """Sends to every rank; `bundle` on several machines to rank 0, which passes it on. Raises WorkerDied."""
         for rank in range(len(self.channels)):
             self._send(rank, message, bundle if rank == 0 or self._placement.nnodes == 1 else None)
 
@@ -179,18 +170,17 @@ class Processes:
         """Returns the rank's name for users, with its device, and its machine if that is another one."""
         machine, place = divmod(rank, len(self._placement.devices))
         device, address = self._devices[machine][place], self.machine_of(rank)
-        if address:
-            return say("worker.on", rank=rank, device=device, machine=address)
-        return say("worker", rank=rank, device=device)
+        on = say("worker.on", rank=rank, device=device, machine=address)
+        return on if address else say("worker", rank=rank, device=device)
 
     def machine_of(self, rank: int) -> str:
         """The address of the rank's machine; "" for this one."""
         return self._machine(rank).machine
 
     def died(self, rank: int) -> WorkerDied:
-        """Returns how the rank ended, as far as its torchrun reports it shortly; or how the rank did that failed before
-        it, since torchrun then ends the others by SIGTERM."""
+        """Returns how the rank ended, or the one that failed before it, as far as torchrun reports it shortly."""
         cause = self._machine(rank).cause_of_death(rank)
+        # With this torchrun ends the others where a rank has failed.
         if cause.signal == "SIGTERM":
             causes = (cause for machine in self._machines for cause in (machine.ended() or Ended()).causes)
             cause = next((other for other in causes if other.signal != "SIGTERM"), cause)
@@ -204,8 +194,7 @@ class Processes:
         return self.died(hung_up[0] if hung_up else 0)
 
     def kill(self) -> None:
-        """End every process of this machine now: ranks die with their torchrun. Safe on any thread, also while another
-        one closes."""
+        """Ends every process of this machine: ranks die with their torchrun. Safe on any thread, also while closing."""
         self._torchrun.kill()
 
     def close(self) -> None:
@@ -219,7 +208,6 @@ class Processes:
 
     @property
     def _hung_up_ranks(self) -> list[int]:
-        """The ranks that have hung up."""
         return [rank for rank, channel in enumerate(self.channels) if channel.hung_up(0)]
 
     def _send(self, rank: int, message: Any, bundle: int | None) -> None:
@@ -256,6 +244,7 @@ class Processes:
     def _admit(self, channel: Channel) -> Ready | None:
         """Returns the rank's greeting if it has the token; other connections are closed."""
         ready = channel.greeting(Ready, GRACE_SECONDS)
+        # compare_digest takes equally long for every wrong token.
         if ready is None or not secrets.compare_digest(ready.token.encode(), self._token.encode()):
             channel.close()
             return None
@@ -313,8 +302,7 @@ def _with_last_line(sentence: Sentence, line: str) -> Sentence:
 
 
 def _torchrun_and_socket(workers: int, journal: Journal) -> tuple[Torchrun, socket.socket]:
-    """Returns a torchrun with its private folder, and the host's socket in it. Raises WorkerStartError where the disk
-    is full."""
+    """Returns a torchrun whose private folder has the host's socket. Raises WorkerStartError where the disk is full."""
     torchrun, server = None, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         torchrun = Torchrun(range(workers), journal)

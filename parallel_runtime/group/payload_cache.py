@@ -1,8 +1,7 @@
 """Tracks what the workers of a group have and need not be sent again: weight patches, a VAE's weights, and the
 conditions of an evaluation. A network's own weights are never sent, and a SamplingJob always has its conditions.
 
-What workers give back may be written into a `SharedOutput`, which ComfyUI then uses without a copy.
-"""
+What workers give back may be written into a `SharedOutput`, which ComfyUI then uses without a copy."""
 
 import mmap
 import os
@@ -81,8 +80,7 @@ class PayloadCache:
         return job
 
     def _without_cond_arguments(self, job: EvaluationJob, model: ModelSpec) -> EvaluationJob:
-        """Conditions are compared by value with copies of those that were sent: they may change from step to step under
-        one uuid of ComfyUI's, also in place."""
+        """Compares conditions by value with what was sent: ComfyUI changes them in place, under one uuid."""
         sent = self._cond_arguments.get(model.unpatched, [])
         for number, conds in sent:
             if _equal(conds, job.cond_arguments):
@@ -104,8 +102,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 class SharedOutput:
-    """A `tensor` over the memory file `fd`, which is closed with this object. The tensor outlives it. Raises OSError
-    (ENOSPC) without enough memory."""
+    """A `tensor`, which outlives this, over the memory file `fd`, which does not. Raises OSError (ENOSPC)."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
         size = prod(shape) * dtype.itemsize
@@ -116,6 +113,5 @@ class SharedOutput:
     def offset_of(self, part: Tensor) -> int | None:
         """Returns the offset of `part` in `tensor`, in elements; None if it is no contiguous part of it."""
         shared = self.tensor.untyped_storage().data_ptr() == part.untyped_storage().data_ptr()
-        return (
-            int(part.storage_offset()) if shared and part.is_contiguous() and part.dtype == self.tensor.dtype else None
-        )
+        is_part = shared and part.is_contiguous() and part.dtype == self.tensor.dtype
+        return int(part.storage_offset()) if is_part else None

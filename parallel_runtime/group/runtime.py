@@ -1,9 +1,5 @@
 """The one worker group of this process: started when first needed, replaced when it is dead or does not match, ended
-when nobody has used it for long enough.
-
-What devices measured is remembered, also from one start of ComfyUI to the next: the noise of another measurement must
-not change how the same run is split, and with that its rounding.
-"""
+when nobody has used it for long enough."""
 
 import atexit
 import json
@@ -34,9 +30,10 @@ CLOSE_SECONDS = 1.0
 IDLE_SECONDS = seconds_from("CP_IDLE_SECONDS", 0)  # 0: an idle group never ends
 
 
+# Also from one start of ComfyUI to the next: the noise of another measurement must not change how the same run is
+# split, and with that its rounding.
 class Measured:
-    """The first DeviceProfile of each placement, until another one differs by more than noise. `path` is the file that
-    keeps them, "" for none."""
+    """The first DeviceProfile of each placement, until one differs by more than noise; kept in the file `path`."""
 
     def __init__(self) -> None:
         self.path = ""
@@ -54,17 +51,18 @@ class Measured:
             try:
                 self._write()
             except OSError as error:
-                log.warning(
-                    "[CP] %s cannot be written (%s): after a restart a run may be split otherwise", self.path, error
-                )
+                words = "[CP] %s cannot be written (%s): after a restart a run may be split otherwise"
+                log.warning(words, self.path, error)
         return measured
 
     def _read(self) -> dict[str, DeviceProfile]:
         """Returns what the file has; nothing where there is none, or one that we have not written."""
         try:
             with open(self.path, encoding="utf-8") as file:
-                return {name: _profile(**values) for name, values in json.load(file).items()}
-        except (OSError, ValueError, TypeError, AttributeError):
+                profiles = json.load(file)
+            speeds = {name: tuple(Speed(**speed) for speed in values["ranks"]) for name, values in profiles.items()}
+            return {name: DeviceProfile(**{**profiles[name], "ranks": ranks}) for name, ranks in speeds.items()}
+        except (OSError, ValueError, TypeError, AttributeError, KeyError):
             return {}
 
     def _write(self) -> None:
@@ -72,22 +70,16 @@ class Measured:
         partial = f"{self.path}.{os.getpid()}"
         with open(partial, "w", encoding="utf-8", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
             json.dump({name: asdict(profile) for name, profile in self._known.items()}, file, indent=1)
+        # At once: another ComfyUI of this user may read it meanwhile.
         os.replace(partial, self.path)
 
 
 def _are_alike(one: DeviceProfile, other: DeviceProfile) -> bool:
     """Are all rates of one within NOISE of the other's?"""
-    both = list(zip(_rates(one), _rates(other), strict=False))
-    return len(one.ranks) == len(other.ranks) and all(max(pair) <= NOISE * min(pair) for pair in both)
-
-
-def _rates(profile: DeviceProfile) -> list[float]:
-    each = [rate for speed in profile.ranks for rate in (speed.products, speed.attention)]
-    return [profile.bytes_per_second, profile.flops_per_second, profile.host_bytes_per_second, *each]
-
-
-def _profile(*, ranks: list[dict[str, float]], **rates: Any) -> DeviceProfile:
-    return DeviceProfile(ranks=tuple(Speed(**speed) for speed in ranks), **rates)
+    each = [[rate for speed in of.ranks for rate in (speed.products, speed.attention)] for of in (one, other)]
+    names = ("bytes_per_second", "flops_per_second", "host_bytes_per_second")
+    pairs = [*((getattr(one, name), getattr(other, name)) for name in names), *zip(*each, strict=False)]
+    return len(one.ranks) == len(other.ranks) and all(max(pair) <= NOISE * min(pair) for pair in pairs)
 
 
 class Runtime:
@@ -112,7 +104,7 @@ class Runtime:
         self.end_evaluations = self._activity.end_evaluations
         self._lock = threading.RLock()  # needed to use, start or end the group
         self._closing = threading.Event()
-        self._last_used_at = 0.0  # last
+        self._last_used_at = 0.0
 
     @property
     def live(self) -> WorkerGroup | None:
@@ -128,16 +120,10 @@ class Runtime:
         of this moment or, between two evaluations of a run, of the last one.
 
         `watch` is called while we wait for it; what it raises ends the waiting. Raises WorkerStartError, and Refused
-        where a callback of this thread's own run asks.
-        """
-
-        def go_on() -> bool:
-            watch()
-            return True
-
+        where a callback of this thread's own run asks."""
         self.awaited = True
         try:
-            with self._locked(go_on):
+            with self._locked(watch):
                 if self.group is not None and self.group.in_run:
                     raise Refused("workers.busy")
                 yield self._current(placement, comfy, watch)
@@ -166,8 +152,7 @@ class Runtime:
         self._start_in_thread(placement, comfy)
 
     def status(self) -> Status:
-        """Returns the status. Detects that an idle group has died, and ends one after its idle timeout: to be called a
-        few times a second."""
+        """Returns the status. To be called often: it detects an idle group's death, and ends one after its timeout."""
         group = self.group
         if group is not None and self._activity.now.state in RESTING and not group.alive:
             with self._locked() as acquired:
@@ -184,8 +169,7 @@ class Runtime:
 
     def restart(self, reason: str, comfy: ComfySetup | None) -> bool:
         """Ends the group, also during a run, which fails with `reason`, and starts another like it on another thread,
-        also after a failed start. Returns False if there is none to restart and none is starting.
-        """
+        also after a failed start. Returns False if there is none to restart and none is starting."""
         group, now = self.group, self._activity.now
         self.history.expect_nobody()
         if group is None:
@@ -194,11 +178,7 @@ class Runtime:
                 return True
             return now.state == "starting"
 
-        def end_the_run() -> bool:
-            group.kill(reason)
-            return True
-
-        with self._locked(end_the_run):
+        with self._locked(lambda: group.kill(reason)):
             if group.in_run:  # a callback of that run asks for it
                 group.kill(reason)
             elif self.group is group:  # nobody has replaced it meanwhile
@@ -222,10 +202,10 @@ class Runtime:
         return idle and 0 < self.idle_seconds < time.monotonic() - self._last_used_at
 
     @contextmanager
-    def _locked(self, go_on: Callable[[], bool] = lambda: False) -> Iterator[bool]:
-        """Holds the group's lock, and yields True; False if another thread has it and `go_on` returns False."""
+    def _locked(self, meanwhile: Callable[[], bool | None] = lambda: False) -> Iterator[bool]:
+        """Holds the group's lock, and yields True; False if another thread has it and `meanwhile` returns False."""
         while not self._lock.acquire(timeout=POLL_SECONDS):
-            if not go_on():
+            if meanwhile() is False:
                 yield False
                 return
         try:
@@ -236,10 +216,8 @@ class Runtime:
     def _current(self, placement: Placement, comfy: ComfySetup | None, watch: Callable[[], None]) -> WorkerGroup:
         group = self.live
         if group is None or group.placement != placement or group.comfy != comfy or not self._responds(group, watch):
-            if placement.nnodes > 1:
-                parse_endpoint(
-                    placement.rdzv_endpoint
-                )  # a name that nobody knows is refused before it costs the live workers
+            if placement.nnodes > 1:  # a name that nobody knows is refused before it costs the live workers
+                parse_endpoint(placement.rdzv_endpoint)
             self._close()
         if self.group is None:
             machines = f" on each of {placement.nnodes} machines" if placement.nnodes > 1 else ""
@@ -249,8 +227,7 @@ class Runtime:
         return self.group
 
     def _responds(self, group: WorkerGroup, watch: Callable[[], None]) -> bool:
-        """Measures an idle group, and returns whether it answers: a worker killed meanwhile counts as running until its
-        process has ended."""
+        """Measures an idle group, and returns whether it answers; a worker just killed may still count as running."""
         if self._activity.now.state not in BUSY:
             try:
                 group.measure(watch)

@@ -1,6 +1,5 @@
 """What this machine offers a group: an address that others can reach (`rdzv_endpoint`, IPv4 only), the packages that a
-plan needs, and the limits in its environment: seconds, and memory for each worker.
-"""
+plan needs, and the limits in its environment: seconds, and memory for each worker."""
 
 import array
 import contextlib
@@ -36,8 +35,7 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
 
 
 def check_endpoint(endpoint: str) -> None:
-    """Raises Refused for an address that no interface of this machine has. A host name is not resolved here, but when
-    the workers start."""
+    """Raises Refused for an address that no interface of this machine has; a host name is resolved by the workers."""
     host, _ = split_endpoint(endpoint)
     try:
         socket.inet_aton(host)
@@ -69,9 +67,8 @@ def listen(address: str, port: int) -> socket.socket:
         if error.errno == errno.EADDRNOTAVAIL:
             has = sorted(addresses())
             raise Refused("endpoint.address", widget="rdzv_endpoint", address=address, addresses=has) from None
-        raise Refused(
-            "endpoint.taken", widget="rdzv_endpoint", address=address, port=port, error=error.strerror
-        ) from None
+        reason = error.strerror
+        raise Refused("endpoint.taken", "rdzv_endpoint", address=address, port=port, error=reason) from None
     server.listen()
     return server
 
@@ -106,19 +103,13 @@ def checked_plan(inputs: PlanInputs) -> RunPlan:
     plan = default_plan(inputs)
     kernel = KERNELS.get(request.options.attention_backend)
     if kernel and not kernel.installed:
-        raise Refused(
-            "backend.package",
-            widget="attention_backend",
-            fix={"attention_backend": "auto"},
-            backend=kernel.name,
-            package=kernel.package,
-        )
+        fix, package = {"attention_backend": "auto"}, kernel.package
+        raise Refused("backend.package", "attention_backend", fix, backend=kernel.name, package=package)
     return plan
 
 
 def seconds_from(variable: str, default: float) -> float:
-    """Returns a limit from the environment, or the default with a warning if the value is no number of seconds; 0 is
-    allowed only where it is the default."""
+    """Returns a limit of the environment, or with a warning the default; 0 is allowed where it is the default."""
     text = os.environ.get(variable, "").strip()
     if not text:
         return default
@@ -130,9 +121,8 @@ def seconds_from(variable: str, default: float) -> float:
 
 
 def limits_by_worker(variable: str, unit: str, workers: int) -> tuple[float, ...]:
-    """Returns one limit a worker from the comma-separated numbers of an environment variable, infinite for 0. If there
-    are not as many numbers as workers, the least is used for all. Returns () if nothing is limited, or with a warning
-    if a number is invalid."""
+    """Returns one limit a worker, infinite for 0, from an environment variable; the least for all where there are not
+    as many numbers as workers. () without limits, or with a warning for an invalid number."""
     text = os.environ.get(variable, "").strip()
     numbers = [_number(one) for one in text.split(",")] if text else []
     if None in numbers:

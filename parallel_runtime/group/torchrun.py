@@ -49,8 +49,7 @@ class Rendezvous:
 
 
 class Torchrun:
-    """The torchrun process of `ranks`, after `start`. The private `folder` is made at once. Raises OSError where the
-    disk is full."""
+    """The torchrun process of `ranks`, after `start`, with a private `folder`. Raises OSError on a full disk."""
 
     machine = ""  # this one
     agent: subprocess.Popen[bytes]
@@ -87,16 +86,12 @@ class Torchrun:
             "-m", f"{PACKAGE.name}.worker", address,
         ]  # fmt: skip
         with agent_end:
+            # In a session of its own: `kill` ends all of it, and Ctrl-C in ComfyUI's terminal nothing of it.
             self.agent = subprocess.Popen(
-                command,
-                cwd=PACKAGE.parent,
-                env=environment(workers, token, self.folder, meeting, key, transport),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                pass_fds=[agent_end.fileno()],
-                start_new_session=True,
-            )
+                command, cwd=PACKAGE.parent, env=environment(workers, token, self.folder, meeting, key, transport),
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                pass_fds=[agent_end.fileno()], start_new_session=True,
+            )  # fmt: skip
         self._report = report
         assert self.agent.stdout is not None
         self._printed[None] = OutputReader(self.agent.stdout, partial(log.debug, "%s"))
@@ -143,8 +138,7 @@ class Torchrun:
                 os.killpg(self.agent.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Ends torchrun, and waits for the workers' output to end. Idempotent, also on two threads: ComfyUI may end
-        while a run loses its workers."""
+        """Ends torchrun, and waits for the workers' last output. Idempotent, also when two threads call it at once."""
         with self._closing:
             if self._report is not None:
                 self.kill()
@@ -198,12 +192,7 @@ class OutputReader:
 
 
 def environment(
-    workers: int,
-    token: str,
-    folder: str,
-    meeting: Rendezvous,
-    key: str = "",
-    transport: Transport = DEFAULT_TRANSPORT,
+    workers: int, token: str, folder: str, meeting: Rendezvous, key: str = "", transport: Transport = DEFAULT_TRANSPORT
 ) -> dict[str, str]:
     """Returns the environment of torchrun and its workers. A user's settings of GPUs and networks override ours."""
     cores = str(max(1, (os.cpu_count() or 1) // workers))
@@ -221,8 +210,7 @@ def environment(
 
 
 def _without_comfyui_allocator(environment: Mapping[str, str]) -> dict[str, str]:
-    """Removes the allocator that ComfyUI's main.py sets for its own process, and keeps a user's other allocator
-    options."""
+    """Removes the allocator that ComfyUI's main.py sets for its own process, and keeps the user's other options."""
     variables = dict(environment)
     for name in ALLOCATOR:
         words = variables.pop(name, "").split(",")

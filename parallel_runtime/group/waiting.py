@@ -1,5 +1,4 @@
-"""Collects the answers of every rank to one request, or raises why one will not come, such as a rank that is silent for
-too long."""
+"""Collects every rank's answer to one request, or raises why one will not come, as where a rank is silent too long."""
 
 from __future__ import annotations
 
@@ -85,8 +84,8 @@ class Waiting:
             raise self._processes.died(rank) from None
 
     def _root_cause(self, failed: Failed) -> WorkerLost:
-        """Returns the first cause of a failure: a rank that has died, if any, since a rank that loses a peer fails
-        too."""
+        """Returns the first cause of a failure: a rank that has died, if any, as one that loses a peer fails too."""
+        # The end of the rank that died first may be seen a moment later than the failure of its peer.
         time.sleep(PEER_FAILURE_SECONDS)
         for rank in self._ready(0):
             if rank != failed.cause.rank:
@@ -100,9 +99,8 @@ class Waiting:
         return WorkerFailed(say("died.failed", worker=worker, reason=failed.sentence), failed.cause, failed.traceback)
 
     def _check_stall(self) -> None:
-        if lost := self.limits.timed_out_rank(
-            [rank for rank in range(len(self._channels)) if rank not in self.answers]
-        ):
+        awaited = [rank for rank in range(len(self._channels)) if rank not in self.answers]
+        if lost := self.limits.timed_out_rank(awaited):
             silent, seconds = lost
             if refused := self.refused:
                 rank, refusal = refused
@@ -124,8 +122,7 @@ class SilenceLimits:
 
     A cancelled rank has at most the remainder of one step, plus `cancel`: of the longest step so far, known after the
     first or from earlier requests (`longest_step`). After a refusal the ranks that sample are at the same place, and
-    have `cancel` seconds to refuse too; otherwise they wait in a collective forever.
-    """
+    have `cancel` seconds to refuse too; otherwise they wait in a collective forever."""
 
     def __init__(self, ranks: int, *, load: float, stall: float, cancel: float, longest_step: float = 0.0) -> None:
         self.cancelled = False
@@ -160,11 +157,9 @@ class SilenceLimits:
         now = time.monotonic()
         if all(now - self._got_on(rank) <= self._limit(rank) for rank in waited_for):
             return None
-        stuck = min(waited_for, key=lambda rank: (self._is_alive(rank, now), self._last_advance[rank]))
+        alive = [now - last < ALIVE_SECONDS for last in self._last_message]
+        stuck = min(waited_for, key=lambda rank: (alive[rank], self._last_advance[rank]))
         return stuck, now - self._last_advance[stuck]
-
-    def _is_alive(self, rank: int, now: float) -> bool:
-        return now - self._last_message[rank] < ALIVE_SECONDS
 
     def _got_on(self, rank: int) -> float:
         """Returns when this rank, or a rank that it may be waiting for, got on."""

@@ -25,9 +25,8 @@ from .waiting import SilenceLimits, Waiting
 
 log = logging.getLogger(__name__)
 
-STALL_DEFAULT = (
-    120.0  # seconds of silence of a worker that works; a setting of ComfyUI's, and so in web/settings.js too
-)
+# Seconds of silence of a worker that works; a setting of ComfyUI's, and so in web/settings.js too.
+STALL_DEFAULT = 120.0
 STALL_SECONDS = seconds_from("CP_STALL_SECONDS", STALL_DEFAULT)
 START_SECONDS = seconds_from("CP_START_SECONDS", 180)
 LOAD_SECONDS = seconds_from("CP_LOAD_SECONDS", 600)
@@ -115,9 +114,8 @@ class WorkerGroup:
             raise self._error
         number = next(self._jobs)
         self.activity.begin_request(model, parallelism, job)
-        effective = parallelism
-        if model.unpatched in self.activity.unrecordable:
-            effective = parallelism.with_options(cuda_graphs="off")
+        unrecordable = model.unpatched in self.activity.unrecordable
+        effective = parallelism.with_options(cuda_graphs="off") if unrecordable else parallelism
         try:
             with (
                 self.payloads.unsent_parts(job, model) as payload,
@@ -149,8 +147,7 @@ class WorkerGroup:
         return Result(result, done.load_seconds, done.seconds)
 
     def free(self, model: ModelSpec, after: AfterSampling = "unload") -> None:
-        """Frees the conditions of this model on every rank, and keeps its weights, offloads them to main memory, or
-        unloads it."""
+        """Frees this model's conditions on every rank, and keeps, offloads or unloads its weights."""
         self.payloads.free(model, after)
         if not any(reading.weights for reading in self._measure(UNLOAD_SECONDS, model=model, after=after)):
             self.activity.models_unloaded()
@@ -183,14 +180,14 @@ class WorkerGroup:
         self._kill_error = WorkerDied(reason)
         self._processes.kill()
 
-    def close(self) -> None:
-        self._processes.close()
-
     def __enter__(self) -> WorkerGroup:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
+
+    def close(self) -> None:
+        self._processes.close()
 
     def _measure(self, limit: float, watch: Watch = lambda: None, **freed: Any) -> tuple[Readings, ...]:
         """Does what the fields `freed` of a Measure say, and returns each rank's readings."""

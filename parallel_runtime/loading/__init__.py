@@ -1,2 +1,1 @@
-"""What ComfyUI's process and a worker must do alike: read ComfyUI's files, fingerprint weights,
-set random generators."""
+"""What both processes do alike: read ComfyUI's files, fingerprint weights, set random generators."""

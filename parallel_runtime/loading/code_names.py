@@ -48,8 +48,7 @@ LOCAL = ".<locals>."
 
 
 def pack_of(module: str) -> tuple[str, str] | None:
-    """Returns the folder of custom nodes and the name of the pack whose module of this process this is; None for none,
-    and for ours."""
+    """Returns the custom nodes' folder and the pack whose module this is; None for none, and for ours."""
     return _pack_of(getattr(sys.modules.get(module), "__file__", None) or "")
 
 
@@ -64,8 +63,7 @@ def _pack_of(file: str) -> tuple[str, str] | None:
 
 
 def pack_reference(module: str) -> str | None:
-    """Returns a module of a pack as the workers know it; None for any other. Raises Refused where the pack's files have
-    changed since this process began."""
+    """Returns a pack's module as workers know it; None for others. Raises Refused if the pack's files changed."""
     if (found := pack_of(module)) is None:
         return None
     folder, pack = found
@@ -82,8 +80,7 @@ def name_of_pack(module: str) -> str:
 
 
 def in_import_order(packs: Iterable[str]) -> list[str]:
-    """Sorts PACK@FINGERPRINTs by when this process has imported them: of several that replace the same code, each keeps
-    what was there."""
+    """Sorts PACK@FINGERPRINTs as they were imported: of several that replace one thing, each keeps the last."""
     places = {name: place for place, name in enumerate(sys.modules)}
     return sorted(packs, key=lambda pack: places.get(module_of_pack(path_of_pack(pack) or ""), -1))
 
@@ -107,8 +104,7 @@ def module_of_pack(path: str) -> str:
 
 @functools.cache
 def pack_fingerprint(path: str) -> str:
-    """Fingerprints the source files of the pack at `path`, a folder or one file. Raises Refused where one has changed
-    since this process began."""
+    """Fingerprints a pack's source files, a folder or one. Raises Refused if one changed since this process began."""
     return fingerprint(*itertools.chain(*pack_files(path).items()))[:12]
 
 
@@ -185,20 +181,15 @@ def installed() -> list[str]:
 def prepare_imports() -> None:
     """Imports of ComfyUI what packs take for granted."""
     _stand_in_for_server()
-    importlib.import_module(
-        "comfy_extras.nodes_post_processing"
-    )  # nodes_latent imports it, and it that: not to be first
+    # nodes_latent imports it, and it that: nodes_latent must not be first.
+    importlib.import_module("comfy_extras.nodes_post_processing")
 
 
 def _import(pack: str, name: str, file: str) -> None:
     prepare_imports()
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None
-    assert spec.loader is not None
-    sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         with torch.inference_mode(False):  # as in ComfyUI, when it starts
-            spec.loader.exec_module(sys.modules[name])
+            _import_file(file, name)
     except BaseException as error:  # anybody's code, which may even want to exit
         for module in [module for module in sys.modules if module == name or module.startswith(f"{name}.")]:
             del sys.modules[module]
@@ -212,9 +203,8 @@ def _stand_in_for_server() -> None:
     from aiohttp import web
 
     if getattr(server.PromptServer, "instance", None) is None:
-        server.PromptServer.instance = _Nothing(
-            routes=web.RouteTableDef(), client_id=None, last_node_id=None, sockets={}
-        )
+        known: dict[str, Any] = {"routes": web.RouteTableDef(), "client_id": None, "last_node_id": None, "sockets": {}}
+        server.PromptServer.instance = _Nothing(**known)
 
 
 class _Nothing:
@@ -236,8 +226,7 @@ class _Nothing:
 
 
 class Unsendable(Refused):
-    """Raised for a value that no description can be made of: the sampling loop then runs in ComfyUI's process, and the
-    workers only evaluate the network."""
+    """Raised for what cannot be described: the loop then runs in ComfyUI's process, the network in the workers."""
 
 
 def qualified_name(value: Any) -> str:
@@ -311,8 +300,7 @@ def attribute(owner: Any, path: str) -> Any:
 
 
 def named(reference: str) -> Any:
-    """Returns the class or function `module:name` or `module:Class.name`. Raises Refused for code of other modules than
-    `module_reference` names."""
+    """Returns `module:name` or `module:Class.name`. Raises Refused for modules that `module_reference` never names."""
     module, _, name = reference.partition(":")
     home = module_named(module, reference)
     value = attribute(home, name)

@@ -1,8 +1,7 @@
 """The kinds of values that workers get: for each a row of KINDS, with what is sent of one and what makes it again.
 
 Only names of code and plain values travel, beside tensors, never code; names outside of ComfyUI are refused
-(code_names.py), and nothing is evaluated.
-"""
+(code_names.py), and nothing is evaluated."""
 
 from __future__ import annotations
 
@@ -17,15 +16,8 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum
-from types import (
-    BuiltinFunctionType,
-    CellType,
-    FunctionType,
-    MemberDescriptorType,
-    MethodType,
-    ModuleType,
-    SimpleNamespace,
-)
+from inspect import ismemberdescriptor
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import comfy.ldm.modules.attention
@@ -57,11 +49,6 @@ if TYPE_CHECKING:
     from .object_codec import Parts, Rebuilder
 
 # Each run sets these attributes of objects and variables of functions before it reads them.
-# ComfyUI's replaced blocks that refer to the block which they replace, and leave it to a plan's `head_producers`.
-OF_BLOCKS = (
-    "comfy_extras.nodes_sparse_attention:make_h3_block_patch.<locals>.block_patch",
-    "comfy_extras.nodes_sparse_attention:make_h3_block_patch.<locals>.attention",
-)
 SET_BY_EACH_RUN = {
     "comfy.context_windows:IndexListContextHandler": ("_model",),
     "comfy_extras.nodes_sparse_attention:SparseAttnPatch": ("installed", "pooled", "vsa_plans", "vsa_rope", "_logged"),
@@ -190,8 +177,8 @@ def _rebuild_function(node: Node, make: Rebuilder) -> FunctionType:
 
 
 def _decorator(value: Any) -> str:
-    """Names the one of DECORATORS that has made this function of another one, its `__wrapped__`; "" for other values.
-    What they make refers to itself, or is torch's."""
+    """Names the one of DECORATORS that has made this function of another one, its `__wrapped__`; "" for others."""
+    # What they make refers to itself, or is torch's.
     if not isinstance(value, FunctionType) or not hasattr(value, "__wrapped__"):
         return ""
     if value.__globals__ is vars(comfy.ldm.modules.attention):
@@ -216,13 +203,11 @@ def _describe_object(value: Any, to: Parts) -> Node:
     if any(base.__module__ not in BASES for base in bases if base is not object):
         raise Unsendable("unsendable.object", what=to.what, thing=qualified_name(kind))
     name = reference(kind, to.what)
-    made_anew = SET_BY_EACH_RUN.get(name, ())
-    parts = {key: _emptied(part) if key in made_anew else part for key, part in attributes_of(value).items()}
+    parts = attributes_of(value)
+    for key in SET_BY_EACH_RUN.get(name, ()):
+        if key in parts:
+            parts[key] = type(parts[key])() if isinstance(parts[key], dict | list | set) else None
     return {"class": name, "attributes": to(parts)}
-
-
-def _emptied(part: Any) -> Any:
-    return type(part)() if isinstance(part, dict | list | set) else None
 
 
 def _rebuild_object(node: Node, make: Rebuilder) -> Any:
@@ -232,15 +217,13 @@ def _rebuild_object(node: Node, make: Rebuilder) -> Any:
 
 
 def _slots(kind: type) -> list[str]:
-    return [name for base in kind.__mro__ for name, part in vars(base).items() if type(part) is MemberDescriptorType]
+    return [name for base in kind.__mro__ for name, part in vars(base).items() if ismemberdescriptor(part)]
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
     """Returns the attributes of an object itself, those in `__slots__` too."""
-    return {
-        **{name: getattr(value, name) for name in _slots(type(value)) if hasattr(value, name)},
-        **getattr(value, "__dict__", {}),
-    }
+    slots = {name: getattr(value, name) for name in _slots(type(value)) if hasattr(value, name)}
+    return {**slots, **getattr(value, "__dict__", {})}
 
 
 def set_attributes(value: Any, attributes: dict[str, Any]) -> None:

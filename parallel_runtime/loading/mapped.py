@@ -66,8 +66,7 @@ class Mapped(ModelPatcher):
             self.settle(module)
 
     def settle(self, module: torch.nn.Module) -> None:
-        """Gives the module's own weights and buffers, which are on their device, the dtype that they are computed
-        from."""
+        """Casts the module's own weights and buffers, which are on their device, to the dtype computed from."""
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point():
                 module._buffers[name] = buffer.to(getattr(module, f"{name}_comfy_model_dtype", buffer.dtype))
@@ -76,8 +75,7 @@ class Mapped(ModelPatcher):
                 cast(module, name)
 
     def keeps_file_dtype(self, module: torch.nn.Module) -> bool:
-        """Returns whether ComfyUI computes from this module's weights as they are in the file, without rounding them to
-        the dtype of the model."""
+        """Returns whether ComfyUI computes from this module's weights as in the file, not in the model's dtype."""
         return False
 
     def patch_weight_to_device(self, key: str, *args: Any, **kwargs: Any) -> Any:
@@ -171,14 +169,9 @@ def with_views(patcher: Kind) -> Kind:
 
 def uncast_names(module: torch.nn.Module) -> list[str]:
     """Returns the names of plain parameters of another dtype than ComfyUI's loader would have copied them into."""
-    return [
-        name
-        for name, parameter in module._parameters.items()
-        if parameter is not None
-        and type(parameter.data) is Tensor
-        and parameter.dtype.is_floating_point
-        and getattr(module, f"{name}_comfy_model_dtype", parameter.dtype) != parameter.dtype
-    ]
+    own = {name: weight for name, weight in module._parameters.items() if weight is not None}
+    plain = {name: x.dtype for name, x in own.items() if type(x.data) is Tensor and x.dtype.is_floating_point}
+    return [name for name, dtype in plain.items() if getattr(module, f"{name}_comfy_model_dtype", dtype) != dtype]
 
 
 def _casts_as_it_computes(module: Any, name: str, *, in_any_case: bool) -> bool:
@@ -203,12 +196,8 @@ def load_by_node(kind: type[Kind], node: Any, inputs: dict[str, Any]) -> list[Ki
     v3 = hasattr(node, "GET_SCHEMA")
     with calls_loader(kind):
         made = node.execute(**inputs) if v3 else getattr(node(), node.FUNCTION)(**inputs)
-    leaves = tree_leaves(made.args if v3 else made)
-    return [
-        with_views(_as_kind(kind, one))
-        for one in leaves
-        if isinstance(one, ModelPatcher) and isinstance(one.model, BaseModel)
-    ]
+    patchers = [one for one in tree_leaves(made.args if v3 else made) if isinstance(one, ModelPatcher)]
+    return [with_views(_as_kind(kind, one)) for one in patchers if isinstance(one.model, BaseModel)]
 
 
 def load_same(kind: type[Kind], node: Any, call: dict[str, Any], expected: str) -> Kind:

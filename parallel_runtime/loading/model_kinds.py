@@ -42,10 +42,8 @@ def exactly(*types: type) -> Callable[[Any], bool]:
 
 
 def _is_loaded(value: Any) -> bool:
-    return (
-        isinstance(value, ModelPatcher | BaseModel | ControlBase | Gligen | VAE)
-        or qualified_name(value) == HYPERNETWORK
-    )
+    loaded = isinstance(value, ModelPatcher | BaseModel | ControlBase | Gligen | VAE)
+    return loaded or qualified_name(value) == HYPERNETWORK
 
 
 def _describe_loaded(value: Any, to: Parts) -> Node:
@@ -112,8 +110,7 @@ def _rebuild_sampling(node: Node, make: Rebuilder) -> nn.Module:
 
 
 def _describe_network(network: nn.Module, to: Parts) -> Node:
-    """Describes a part of the sampled network by its path; a pack's network, or one of torch's layers, by its class and
-    values, with its weights."""
+    """Describes a part of the network by its path; a pack's, or torch's layers, by class, values and weights."""
     if (path := to.describer.network_paths.get(id(network))) is not None:
         to.describer.names_network = True
         return {"path": path}

@@ -2,8 +2,7 @@
 places is described and made once. Both sides of each kind of values stand in kinds.py.
 
 What code of a pack has changed during a run is described in the worker (`Rebuilder.changes`), and given to the same
-values of ComfyUI's process (`Describer.take_back`).
-"""
+values of ComfyUI's process (`Describer.take_back`)."""
 
 from __future__ import annotations
 
@@ -37,13 +36,9 @@ class Describer:
     the other process has, by their numbers. Without `packs`, it takes no code of packs."""
 
     def __init__(
-        self,
-        model: ModelPatcher | None = None,
-        describe_loaded: DescribeLoaded | None = None,
-        known: dict[int, Any] | None = None,
-        *,
-        packs: bool = True,
-    ) -> None:
+        self, model: ModelPatcher | None = None, describe_loaded: DescribeLoaded | None = None,
+        known: dict[int, Any] | None = None, *, packs: bool = True,
+    ) -> None:  # fmt: skip
         self.model = model
         self._takes_packs = packs
         self.describe_loaded = describe_loaded
@@ -58,8 +53,7 @@ class Describer:
         self._next_number = max(self._values, default=-1) + 1
 
     def describe(self, value: Any, what: str, *, of_pack: bool = False) -> Any:
-        """Describes `value`, which is a pack's if `of_pack`. Raises Unsendable, naming `what`, for anything that the
-        workers cannot have."""
+        """Describes `value`, a pack's if `of_pack`. Raises Unsendable, naming `what`, for what cannot be sent."""
         numbers, tensors = len(self._numbers), len(self.tensors)
         try:
             return self.node(value, Parts(self, what, (), of_pack))
@@ -84,9 +78,8 @@ class Describer:
 
     def described(self, values: dict[Any, Any]) -> Described:
         """Returns what this describer has made of several values, in this order, as one dict."""
-        return Described(
-            {"kind": "dict", "type": "dict", "items": [[name, node] for name, node in values.items()]}, self.tensors
-        )
+        items = [[name, node] for name, node in values.items()]
+        return Described({"kind": "dict", "type": "dict", "items": items}, self.tensors)
 
     def node(self, value: Any, of: Parts) -> Any:
         """Describes one part of a value."""
@@ -140,8 +133,7 @@ def _is_code_of_a_pack(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Parts:
-    """Describes the parts of a value that is part of `what`. `around` are the ids of that value and those around it,
-    one of which is a pack's if `of_pack`."""
+    """Describes the parts of `what`. `around`: ids of the values around them, one of a pack if `of_pack`."""
 
     describer: Describer
     what: str
@@ -157,16 +149,12 @@ class Parts:
 
 class Rebuilder:
     """Makes again what one Describer has described. `load_additional` loads models that it has described by a file;
-    `patcher` is this process's MODEL for the one that is sampled; `made` are values that this process has, by their
-    numbers."""
+    `patcher` is this process's MODEL for the one that is sampled; `made` are values that it has, by their numbers."""
 
     def __init__(
-        self,
-        tensors: dict[str, Tensor],
-        load_additional: LoadAdditional | None = None,
-        patcher: ModelPatcher | None = None,
-        made: dict[int, Any] | None = None,
-    ) -> None:
+        self, tensors: dict[str, Tensor], load_additional: LoadAdditional | None = None,
+        patcher: ModelPatcher | None = None, made: dict[int, Any] | None = None,
+    ) -> None:  # fmt: skip
         self.tensors, self.patcher = tensors, patcher
         self._load_additional = load_additional
         self._made = dict(made or {})

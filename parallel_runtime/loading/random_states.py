@@ -1,5 +1,4 @@
-"""Where random generators stand, torch's of the CPU and of one device, Python's and numpy's: read here, set in another
-process."""
+"""States of random generators, torch's of the CPU and a device, Python's and numpy's: read here, set elsewhere."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 filter.
 
 The default plan is the preferred one where neither sizes nor measurements are known. Degrees that the request leaves
-open (0) are filled in: the two branches of guidance first, then Ulysses as far as the heads divide, then the ring.
-"""
+open (0) are filled in: the two branches of guidance first, then Ulysses as far as the heads divide, then the ring."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,41 +12,32 @@ from functools import cache
 
 from ..errors import Refused
 from ..specs import DEGREES, Parallelism, Placement, WeightPlacement, WeightsMode
+from . import request_checks
 from .memory_model import FETCHED_MODES, SIMILAR_RATIO, MemoryModel
-from .request_checks import (
-    check_placement,
-    check_request,
-    check_workers,
-    is_too_much,
-    too_much,
-    unused_shares,
-    worker_limit,
-)
 from .run_plan import PlanInputs, RunPlan
 from .seconds import are_heterogeneous, rotate_method_for, shares_by_speed, single_worker_seconds_by_rank
 from .work_shares import are_uneven, requested_shares, shares_have_no_effect
 
 
 def default_plan(inputs: PlanInputs) -> RunPlan:
-    """Returns the default plan on all devices of the request, "cpu" once a worker where there are none. Raises Refused
-    where the request cannot work."""
+    """Returns the default plan on all devices of the request, or on the CPU. Raises Refused where it cannot work."""
     request, nnodes, devices = inputs.request, inputs.request.nnodes, inputs.devices
-    check_request(inputs)
+    request_checks.check_request(inputs)
     degrees = _default_degrees(inputs)
-    if is_too_much(degrees, inputs):
-        raise too_much(degrees, inputs, *_nearest(inputs))
-    check_workers(degrees, devices, inputs)
+    if request_checks.is_too_much(degrees, inputs):
+        raise request_checks.too_much(degrees, inputs, *_nearest(inputs))
+    request_checks.check_workers(degrees, devices, inputs)
     local_workers = degrees.world_size // nnodes
-    placement = Placement(
-        devices=devices[:local_workers] or ("cpu",) * local_workers,
-        nnodes=nnodes,
-        rdzv_endpoint=request.rdzv_endpoint if nnodes > 1 else "",
-    )
-    check_placement(request, placement)
+    taken_devices = devices[:local_workers] or ("cpu",) * local_workers
+    endpoint = request.rdzv_endpoint if nnodes > 1 else ""
+    placement = Placement(devices=taken_devices, nnodes=nnodes, rdzv_endpoint=endpoint)
+    request_checks.check_placement(request, placement)
     taken = _with_shares(inputs, degrees if inputs.may_split_prompts else _without_cfg_degree(inputs, degrees))
     if shares_have_no_effect(taken):
         if inputs.network.divisible or (request.cfg_degree and local_workers == (len(devices) or local_workers)):
-            raise unused_shares(request.shares, _without_cfg_degree(inputs, degrees))
+            as_one, shares = _without_cfg_degree(inputs, degrees), request.shares.strip()
+            words = request_checks.degrees_in_words(as_one)
+            raise Refused("shares.unused", "shares", as_one.by_name, shares=shares, degrees=words)
         taken = replace(taken, shares=())  # of a config that a VAE has, too
     return RunPlan(degrees=taken, placement=placement)
 
@@ -62,7 +52,9 @@ def candidates(inputs: PlanInputs) -> Iterator[RunPlan]:
         for degrees in _degrees(inputs, default, placement):
             plan = replace(default, degrees=degrees, placement=placement)
             if set(devices) < set(everything):
-                plan = plan.on_subset(everything, [everything.index(device) for device in devices])
+                ranks = tuple(everything.index(device) for device in devices)
+                left_out = tuple(device for rank, device in enumerate(everything) if rank not in ranks)
+                plan = replace(plan, ranks=ranks, left_out=left_out)
             plans.append(plan)
     if not inputs.network.row_levels:  # a device that only repeats what others compute is better left out
         plans.sort(key=lambda plan: plan.degrees.data_degree)
@@ -118,13 +110,9 @@ def _products(inputs: PlanInputs, workers: int) -> Iterator[Parallelism]:
                 for ring in _divisors(sharing) if divisible or sharing == 1 else ():
                     if sharing // ring <= heads and (ring == 1 or (not no_ring and stages == 1)):
                         yield Parallelism(
-                            options=options,
-                            ring_degree=ring,
-                            ulysses_degree=sharing // ring,
-                            cfg_degree=cfg,
-                            data_degree=data,
-                            pipeline_degree=stages,
-                        )
+                            options=options, ring_degree=ring, ulysses_degree=sharing // ring, cfg_degree=cfg,
+                            data_degree=data, pipeline_degree=stages,
+                        )  # fmt: skip
 
 
 @cache
@@ -136,7 +124,7 @@ def _nearest(inputs: PlanInputs) -> tuple[Parallelism, dict[str, int]]:
     """Returns the degrees of the least changed request that works, and its changes: the fewest widgets, then the least
     apart, then the most workers. The request's own degrees need too many workers or heads."""
     request, options = inputs.request, []
-    every = range(request.nnodes, worker_limit(inputs) + 1, request.nnodes)
+    every = range(request.nnodes, request_checks.worker_limit(inputs) + 1, request.nnodes)
     asked = {name: getattr(request, name) for name in DEGREES}
     for degrees in (degrees for workers in every for degrees in _products(inputs, workers)):
         fix = {name: degree for name, degree in degrees.by_name.items() if asked[name] not in (0, degree)}
@@ -147,18 +135,17 @@ def _nearest(inputs: PlanInputs) -> tuple[Parallelism, dict[str, int]]:
     for *_, fix in sorted(options, key=lambda option: option[:3]):
         with suppress(Refused):
             changed = replace(inputs, request=request.with_values(fix))
-            check_request(changed)
+            request_checks.check_request(changed)
             degrees = _default_degrees(changed)
-            check_workers(degrees, inputs.devices, changed)
-            if not is_too_much(degrees, changed):
+            request_checks.check_workers(degrees, inputs.devices, changed)
+            if not request_checks.is_too_much(degrees, changed):
                 return degrees, fix
     raise AssertionError("one worker always works")
 
 
 def _degrees(inputs: PlanInputs, default: RunPlan, placement: Placement) -> list[Parallelism]:
     """Returns every product of degrees that the request allows for these workers, the preferred one first; where rows
-    may be split, none before some. Groups of data_degree compute the same where there are fewer images, so that fewer
-    workers, or none, share a sequence."""
+    may be split, none before some. With fewer images than data_degree groups compute the same."""
     workers = placement.world_size
     first = _default_degrees(inputs, workers)
     first = first if inputs.may_split_prompts else _without_cfg_degree(inputs, first)
@@ -223,13 +210,9 @@ def _default_degrees(inputs: PlanInputs, workers: int = 0) -> Parallelism:
     cfg = request.cfg_degree or _auto_cfg_degree(inputs, workers)
     ring, ulysses = _sequence_degrees(inputs, max(1, workers // cfg))
     return Parallelism(
-        options=request.options,
-        ring_degree=ring,
-        ulysses_degree=ulysses,
-        cfg_degree=cfg,
-        data_degree=data_degree,
+        options=request.options, ring_degree=ring, ulysses_degree=ulysses, cfg_degree=cfg, data_degree=data_degree,
         pipeline_degree=stages,
-    )
+    )  # fmt: skip
 
 
 def _auto_cfg_degree(inputs: PlanInputs, workers: int) -> int:
@@ -272,14 +255,15 @@ def _without_cfg_degree(inputs: PlanInputs, degrees: Parallelism) -> Parallelism
 
 def _may_have_stages(inputs: PlanInputs, degrees: Parallelism) -> bool:
     with suppress(Refused):
-        check_request(replace(inputs, request=replace(inputs.request, pipeline_degree=degrees.pipeline_degree)))
+        request_checks.check_request(
+            replace(inputs, request=replace(inputs.request, pipeline_degree=degrees.pipeline_degree))
+        )
         return True
     return False
 
 
 def _with_weights(inputs: PlanInputs, plan: RunPlan) -> Iterator[RunPlan]:
-    """Yields the plan with what follows from memory and speed: stages, the ring's rotate_method, shares, and weight
-    placements."""
+    """Yields the plan with what memory and speed decide: stages, rotate_method, shares, and weight placements."""
     assert inputs.work is not None
     plan = replace(plan, degrees=_measured_degrees(inputs, plan))
     memory = inputs.memory_of(plan)
@@ -295,8 +279,7 @@ def _with_weights(inputs: PlanInputs, plan: RunPlan) -> Iterator[RunPlan]:
 
 
 def _measured_degrees(inputs: PlanInputs, plan: RunPlan) -> Parallelism:
-    """Returns the degrees with stages, rotate_method and shares. Shares go by speed until the workers have learnt
-    better ones."""
+    """Returns the degrees with stages, rotate_method and shares: by speed until the workers have learnt better ones."""
     memory, profile = inputs.memory_of(plan), inputs.profile_of(plan)
     work, degrees = memory.work, plan.degrees.with_options(rotate_method=rotate_method_for(memory, profile))
     if degrees.pipeline_degree > 1:
@@ -332,8 +315,8 @@ def _most_resident(mode: WeightsMode, memory: MemoryModel, before: WeightPlaceme
 
 
 def _requested(mode: WeightsMode, memory: MemoryModel, before: WeightPlacement | None) -> tuple[WeightPlacement, bool]:
-    """Returns the placement of a mode that the user named, with the fewest bytes on each device, as they want the
-    device for something else; and whether it fits with all prompts at once."""
+    """Returns the placement of a mode that the user named, and whether it fits with all prompts at once."""
+    # With the fewest bytes on each device: they want it for something else.
     least = WeightPlacement(mode=mode if memory.allows(mode) else "replicate")
     weights = memory.shard(0) if least.mode == "shard" else least
     if before is not None and replace(before, shard_shares=()) == least and memory.fits(before):

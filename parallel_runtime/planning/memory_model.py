@@ -4,8 +4,7 @@ MemoryModel.fits decides whether a plan fits, with two reserves. ACTIVATION_RESE
 beside the weights, and a ControlNet once more, also where a ring's all-gather, shares and stages are chosen; a network
 without a split plan counts as one without activations, as nothing tells its tokens. UNFILLED_SHARE of the budget stays
 empty where `auto` fills a device with blocks, and where blocks are shared out to the stages of a pipeline if all have
-so much: it is for what is not counted.
-"""
+so much: it is for what is not counted."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ class Capacity:
     """The memory that workers may use: `device_bytes` each of its device, `host_bytes` those of a machine of main RAM,
     together; None: no limit. Where budgets differ `ranks` has each, in rank order, and `device_bytes` is the least.
 
-    `limited_by` names the setting that limits them, "" where free memory does.
-    """
+    `limited_by` names the setting that limits them, "" where free memory does."""
 
     device_bytes: int | None = None
     host_bytes: int | None = None
@@ -109,8 +107,7 @@ class MemoryModel:
         return estimate_activation_bytes(self.work, self.degrees)
 
     def buffer_bytes_by_rank(self, weights: WeightPlacement) -> tuple[int, ...]:
-        """Returns the size of the buffers that blocks are fetched into, and of the keys and values that token patches
-        keep."""
+        """Returns the bytes of the buffers for fetched blocks, and of the keys and values of token patches."""
         replicated = weights.mode == "replicate"
         return tuple(
             self._block_buffers(self.blocks if replicated else weights.resident_blocks_on(rank)) + cached
@@ -131,8 +128,8 @@ class MemoryModel:
         return weights.mode != "offload" or host is None or self.fetched_bytes(weights.resident_blocks) <= host
 
     def allows(self, mode: WeightsMode) -> bool:
-        """Returns whether weights can be placed by `mode`. Offload and shard need a split plan with blocks, and no
-        pipeline; shard also needs two ranks of one sequence."""
+        """Returns whether weights can be placed by `mode`."""
+        # Offload and shard need a split plan with blocks, and no pipeline; shard also two ranks of one sequence.
         if mode == "replicate" or self.degrees.pipeline_degree > 1:
             return mode == "replicate"
         return self.blocks > BLOCK_BUFFERS and (mode == "offload" or self.degrees.context_parallel_size > 1)
@@ -158,9 +155,9 @@ class MemoryModel:
         memory, or equally where budgets are similar and that fits."""
         equal = WeightPlacement(mode="shard", resident_blocks=resident)
         budgets = [budget for budget in self.budget_bytes_by_rank if budget is not None]
-        if len(budgets) < self.degrees.world_size or (
-            max(budgets) <= SIMILAR_RATIO * min(budgets) and self.fits(equal)
-        ):
+        if len(budgets) < self.degrees.world_size:
+            return equal
+        if max(budgets) <= SIMILAR_RATIO * min(budgets) and self.fits(equal):
             return equal
         replicated = self.work.network.weight_bytes - self.fetched_bytes(resident)
         by_rank = zip(budgets, self.activation_bytes_by_rank, self.buffer_bytes_by_rank(equal), strict=True)
@@ -212,22 +209,19 @@ class MemoryModel:
         return range(self.blocks - BLOCK_BUFFERS - 1, -1, -1)
 
     def _offload_by_rank(self) -> WeightPlacement | None:
-        """Returns the offload with as many resident blocks on each rank as its budget allows; None where one is too
-        small. A rank that has all blocks needs no buffers."""
+        """Returns the offload with as many resident blocks a rank as budgets allow; None where one is too small."""
+        # A rank that has all blocks needs no buffers.
         full, counts = self.work.network.weight_bytes, []
         budgets = self.usable_bytes_by_rank(WeightPlacement(mode="offload"))
         for budget, active in zip(budgets, self.activation_bytes_by_rank, strict=True):
             excess = 0 if budget is None else full + active - budget
-            first = bisect_left(self._residents, excess, key=self._spared_bytes)
+            # By the bytes saved against replicated weights.
+            first = bisect_left(self._residents, excess, key=lambda n: self.fetched_bytes(n) - self._block_buffers(n))
             if excess > 0 and first == len(self._residents):
                 return None
             counts.append(self._residents[first] if excess > 0 else self.blocks)
         by_rank = tuple(counts) if len(set(counts)) > 1 else ()
         return WeightPlacement(mode="offload", resident_blocks=min(counts), resident_blocks_by_rank=by_rank)
-
-    def _spared_bytes(self, resident: int) -> int:
-        """Returns the bytes saved against replicated weights, with `resident` blocks on the device."""
-        return self.fetched_bytes(resident) - self._block_buffers(resident)
 
     def _block_buffers(self, resident: int) -> int:
         return BLOCK_BUFFERS * max(self.work.network.blocks) if resident < self.blocks else 0

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import Refused, Sentence, say
-from ..specs import Parallelism, Placement
+from ..specs import Placement
 from ..wire.messages import Readings
 from .memory_model import FETCHED_MODES, MemoryModel
 from .network_stats import cached_key_value_bytes
@@ -61,24 +61,18 @@ def _nearest_fit(memory: MemoryModel) -> Sentence:
     work, network, degrees = memory.work, memory.work.network, memory.degrees
     if degrees.options.token_patches > 1 and _fits(replace(memory, degrees=degrees.with_options(token_patches=1))):
         return say("fits.exact")
-    if network.weight_bytes > 1.5 * network.weights and _fits(
-        replace(memory, work=replace(work, network=network.halved()))
-    ):
+    halved = replace(memory, work=replace(work, network=network.halved()))
+    if network.weight_bytes > 1.5 * network.weights and _fits(halved):
         return say("fits.fp8")
+    grows = "pipeline_degree" if degrees.pipeline_degree > 1 else "ring_degree"
     for factor in (2, 4, 8):
-        more = _times(degrees, factor)
+        more = replace(degrees, stages=(), shares=(), **{grows: getattr(degrees, grows) * factor})
         if _fits(replace(memory, degrees=more)):
             return say("fits.workers", workers=more.world_size)
     for part in (2, 4, 8, 16):
         if _fits(replace(memory, work=replace(work, tokens=max(1, work.tokens // part)))):
             return say("fits.pixels", part=part)
     return say("fits.none")
-
-
-def _times(degrees: Parallelism, factor: int) -> Parallelism:
-    if degrees.pipeline_degree > 1:
-        return replace(degrees, pipeline_degree=degrees.pipeline_degree * factor, stages=(), shares=())
-    return replace(degrees, ring_degree=degrees.ring_degree * factor, shares=())
 
 
 def _fits(memory: MemoryModel) -> bool:
@@ -111,14 +105,9 @@ class Shortage:
 
 
 def shortage(
-    placement: Placement,
-    readings: Sequence[Readings],
-    fingerprint: str,
-    needed: Sequence[int],
-    *,
-    limits: Sequence[int | None],
-    limited_by: str,
-) -> Shortage | None:
+    placement: Placement, readings: Sequence[Readings], fingerprint: str, needed: Sequence[int], *,
+    limits: Sequence[int | None], limited_by: str,
+) -> Shortage | None:  # fmt: skip
     """Returns the device that lacks most of the bytes `needed` by its ranks for the model with this `fingerprint`; None
     where all have enough. A rank's memory of this model counts as free, its memory of other models does not. `limits`
     are what each may take of its device, and the only limits of main memory."""

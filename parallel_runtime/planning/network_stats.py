@@ -1,6 +1,5 @@
 """A network in numbers, what a run asks of it, and the blocks of each stage of a pipeline, with their weights and
-work.
-"""
+work."""
 
 from __future__ import annotations
 
@@ -57,12 +56,8 @@ class NetworkStats:
 
     def halved(self) -> NetworkStats:
         """Returns this network with weights of half the size."""
-        return replace(
-            self,
-            weight_bytes=self.weight_bytes // 2,
-            blocks=tuple(size // 2 for size in self.blocks),
-            loads=tuple(Load(load.nbytes // 2, load.blocks) for load in self.loads),
-        )
+        blocks, loads = (size // 2 for size in self.blocks), (Load(x.nbytes // 2, x.blocks) for x in self.loads)
+        return replace(self, weight_bytes=self.weight_bytes // 2, blocks=tuple(blocks), loads=tuple(loads))
 
     def work(
         self, sequences: int, tokens: int, *, prompts: int = 1, cached: bool = False, recorded: bool = False
@@ -75,7 +70,9 @@ class NetworkStats:
         """Returns the FLOP of all products with weights, for one sequence."""
         if self.row_levels:
             return sum(2 * level.weights * tokens / 4**number for number, level in enumerate(self.row_levels))
-        return 2 * self.token_weights * tokens
+        # Every token is multiplied by the weights of its layers alone, or by all where there are none.
+        weights = min(self.weights, LAYER_WEIGHTS * self.layers * self.width**2) if self.layers else self.weights
+        return 2 * weights * tokens
 
     def attention_flop(self, tokens: int) -> float:
         """Returns the FLOP of all attentions, for one sequence."""
@@ -85,15 +82,9 @@ class NetworkStats:
         return 4 * tokens**2 * self.width * self.layers
 
     def key_flop(self, tokens: int) -> float:
-        """Returns the FLOP of the projections of all keys and values of a network that is split by rows, for one
-        sequence."""
+        """Returns the FLOP of all projections of keys and values of a network split by rows, for one sequence."""
         levels = enumerate(self.row_levels)
         return sum(4 * level.attentions * level.width**2 * tokens / 4**number for number, level in levels)
-
-    @property
-    def token_weights(self) -> int:
-        """Returns the number of weights that every token is multiplied by."""
-        return min(self.weights, LAYER_WEIGHTS * self.layers * self.width**2) if self.layers else self.weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +109,7 @@ class Work:
 
     @property
     def attention_tensor_bytes(self) -> float:
-        """Returns the size of the queries of one attention, of all sequences; the mean of all levels of a network that
-        is split by rows."""
+        """Returns the bytes of one attention's queries, of all sequences; the mean of levels where rows are split."""
         if not (levels := self.network.row_levels):
             return self.tensor_bytes
         wide = sum(level.attentions * level.width * self.tokens / 4**number for number, level in enumerate(levels))
@@ -145,8 +135,7 @@ class Work:
 
 @dataclass(frozen=True)
 class StageBlocks:
-    """The blocks of one stage: `count` units of them from `first` on, their bytes, how many blocks tokens pass, and
-    their share of all work."""
+    """The blocks of one stage: `count` units from `first` on, their bytes, blocks that tokens pass, share of work."""
 
     first: int
     count: int

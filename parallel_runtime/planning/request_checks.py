@@ -48,8 +48,7 @@ def _check_pipeline(request: ParallelRequest, network: NetworkStats) -> None:
 
 
 def check_run_in_patches(request: ParallelRequest, tokens: int, steps: int | None = None) -> None:
-    """Raises Refused for a latent of too few tokens, or a run of too few steps (None: not known yet), to be
-    sampled in patches."""
+    """Raises Refused where a latent has too few tokens, or a run too few steps (None: unknown), for patches."""
     patches, warmup, most = request.options.token_patches, request.options.warmup_steps, max(1, tokens)
     if patches > most:
         raise Refused("patches.tokens", "patches", {"patches": most}, patches=patches, tokens=tokens, most=most)
@@ -72,9 +71,8 @@ def check_stages(request: ParallelRequest, network: NetworkStats) -> None:
             network=name, blocks=most, stages=stages,
         )  # fmt: skip
     if network.divisible and patches > 1 and network.why_not_in_patches:
-        raise Refused(
-            "patches.none", "patches", {"patches": 1}, network=name, why=network.why_not_in_patches, patches=patches
-        )
+        why = network.why_not_in_patches
+        raise Refused("patches.none", "patches", {"patches": 1}, network=name, why=why, patches=patches)
 
 
 def check_step_cache(request: ParallelRequest, network: NetworkStats) -> None:
@@ -130,11 +128,6 @@ def check_placement(request: ParallelRequest, placement: Placement) -> None:
         raise Refused("graphs.cuda", "cuda_graphs", {"cuda_graphs": "auto"}, device=first)
 
 
-def unused_shares(shares: str, as_one: Parallelism) -> Refused:
-    """Returns the refusal of shares that divide nothing; by the degrees `as_one` they would."""
-    return Refused("shares.unused", "shares", as_one.by_name, shares=shares.strip(), degrees=degrees_in_words(as_one))
-
-
 def degrees_in_words(degrees: Parallelism) -> str:
     names = ["ring_degree", "ulysses_degree"]
     names += [name for name in ("cfg_degree", "data_degree", "pipeline_degree") if getattr(degrees, name) > 1]
@@ -142,12 +135,8 @@ def degrees_in_words(degrees: Parallelism) -> str:
 
 
 def _reason_of_too_much(degrees: Parallelism, inputs: PlanInputs, nearest: Parallelism) -> Sentence:
-    devices, nnodes, limit, words = (
-        inputs.devices,
-        inputs.request.nnodes,
-        worker_limit(inputs),
-        degrees_in_words(degrees),
-    )
+    devices, nnodes = inputs.devices, inputs.request.nnodes
+    limit, words = worker_limit(inputs), degrees_in_words(degrees)
     needed, names = degrees.world_size, list(devices)
     if needed <= limit:
         reason = say("heads.few", degrees=words, heads=inputs.network.heads, workers=degrees.ulysses_degree)

@@ -18,14 +18,12 @@ from .candidates import candidates
 from .memory_model import SIMILAR_RATIO, MemoryModel
 from .misfit import misfit, size_in_words
 from .run_plan import REPLICATED, DeviceProfile, Estimate, PlanInputs, RunPlan
-from .seconds import COST, are_measured, averaged, evaluation_seconds
+from .seconds import ALL_TO_ALL_BYTES_PER_SECOND, are_measured, averaged, evaluation_seconds
 
-MIN_GAIN_TO_SWITCH = (
-    0.95  # other workers are taken for a plan that is at least 5 % faster: less is noise, and they have to start
-)
-MAX_LOSS_TO_ULYSSES = (
-    0.97  # of the seconds of a ring on fast links: Ulysses, which comes first, has fewer kernels and launches
-)
+# Other workers are taken for a plan that is at least 5 % faster: less is noise, and they have to start.
+MIN_GAIN_TO_SWITCH = 0.95
+# Of the seconds of a ring on fast links: Ulysses, which comes first, has fewer kernels and launches.
+MAX_LOSS_TO_ULYSSES = 0.97
 SLOW_LINK_BYTES_PER_SECOND = 4e9  # between 10 GbE (1.2e9) and PCIe 4 x16 (3e10)
 
 
@@ -45,8 +43,8 @@ def best_plan(inputs: PlanInputs) -> RunPlan:
 
 
 def why_unfit(inputs: PlanInputs, plan: RunPlan) -> Refused | None:
-    """Returns the refusal of a plan that does not fit. Where the user chose `weights` the plan refuses nothing: the run
-    compares them with free memory when it borrows the workers (nodes/remote/lease.py)."""
+    """Returns the refusal of a plan that does not fit."""
+    # Where the user chose `weights` the run compares them with free memory as it borrows the workers (lease.py).
     automatic = inputs.request.weights == "auto" and not inputs.keeps_placement
     if not automatic or plan.estimate is None or plan.estimate.fits:
         return None
@@ -67,25 +65,23 @@ def alternatives(inputs: PlanInputs, plan: RunPlan) -> tuple[RunPlan, ...]:
 
 
 def ranked(inputs: PlanInputs) -> list[RunPlan]:
-    """Returns the plan to take, then the best of other devices and cfg_degrees by their seconds. Where none fits the
-    preferred one is first."""
+    """Returns the plan to take, then the best of other devices and cfg_degrees; the preferred one if none fits."""
     plans = [replace(plan, estimate=evaluate(plan, inputs)) for plan in candidates(inputs)]
     plans.sort(key=lambda plan: plan.placement != inputs.live)
     plans = _fastest(plans, lambda plan: (plan.placement, plan.degrees), 1 / SIMILAR_RATIO)
-    fast = inputs.profile is not None and inputs.profile.bytes_per_second >= COST.all_to_all_bytes_per_second
-    plans = _fastest(plans, _kind_of, MAX_LOSS_TO_ULYSSES if fast else 1.0)
+    fast = inputs.profile is not None and inputs.profile.bytes_per_second >= ALL_TO_ALL_BYTES_PER_SECOND
+
+    def but_for_the_sequence(plan: RunPlan) -> Hashable:
+        degrees = plan.degrees
+        return plan.placement, degrees.cfg_degree, degrees.data_degree, degrees.pipeline_degree
+
+    plans = _fastest(plans, but_for_the_sequence, MAX_LOSS_TO_ULYSSES if fast else 1.0)
     fitting = [plan for plan in plans if plan.estimate and plan.estimate.fits]
     if inputs.request.pipeline_degree == 0:  # a pipeline is for weights that have no other place nearby
         usual = [plan for plan in fitting if plan.degrees.pipeline_degree == 1]
         fitting = usual if any(plan.estimate and plan.estimate.fetch_is_fast for plan in usual) else fitting
     (first,) = _fastest(fitting or plans[:1], lambda plan: None, MIN_GAIN_TO_SWITCH)
     return [first, *sorted((plan for plan in plans if plan is not first), key=lambda plan: plan.seconds)]
-
-
-def _kind_of(plan: RunPlan) -> Hashable:
-    """Returns what plans have in common that differ only in how they split a sequence."""
-    degrees = plan.degrees
-    return plan.placement, degrees.cfg_degree, degrees.data_degree, degrees.pipeline_degree
 
 
 def _fastest(plans: Sequence[RunPlan], kind: Callable[[RunPlan], Hashable], share: float) -> list[RunPlan]:
@@ -214,8 +210,7 @@ def _staged(size: EncoderSize, units: Sequence[Load], ranks: Sequence[int], room
 
 
 def _offloaded(size: EncoderSize, rank: int, room: float) -> EncoderPlacement:
-    """Returns an offload with as many blocks on the device as fit, by the largest; without any, large layers are
-    fetched too."""
+    """Returns an offload with as many blocks on the device as fit; without any, large layers are fetched too."""
     largest, buffers = sorted(size.blocks, reverse=True), BLOCK_BUFFERS * max(size.blocks)
     free, resident = room - size.workspace - buffers - size.other - sum(size.layers), 0
     while resident < len(largest) - BLOCK_BUFFERS - 1 and largest[resident] <= free:

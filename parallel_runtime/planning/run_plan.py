@@ -2,8 +2,7 @@
 and to take.
 
 The inputs are what the user asked for, the network, and what devices measured when their workers met: how fast each
-computes, and how fast they exchange.
-"""
+computes, and how fast they exchange."""
 
 from __future__ import annotations
 
@@ -75,10 +74,9 @@ class RunPlan:
 
     def __post_init__(self) -> None:
         if self.degrees.world_size != self.placement.world_size:
-            raise ValueError(
-                f"degrees {self.degrees.stage_mesh_shape} make {self.degrees.world_size} shares, and there are "
-                f"{self.placement.world_size} workers"
-            )
+            shape, shares = self.degrees.stage_mesh_shape, self.degrees.world_size
+            workers = self.placement.world_size
+            raise ValueError(f"degrees {shape} make {shares} shares, and there are {workers} workers")
 
     @property
     def seconds(self) -> float:
@@ -86,11 +84,6 @@ class RunPlan:
         if self.estimate is None:
             return 0.0
         return self.estimate.seconds if self.estimate.fits else float("inf")
-
-    def on_subset(self, devices: tuple[str, ...], ranks: Sequence[int]) -> RunPlan:
-        """Returns this plan as one that has the ranks `ranks` of all `devices`, and leaves the others out."""
-        left_out = tuple(device for rank, device in enumerate(devices) if rank not in ranks)
-        return replace(self, ranks=tuple(ranks), left_out=left_out)
 
     @property
     def sharded(self) -> bool:
@@ -107,8 +100,7 @@ class Speed:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceProfile:
-    """Bytes/s between two workers, FLOP/s of one, bytes/s from main memory to a device while all copy; and the speed of
-    each of the `ranks`, as it was measured."""
+    """Bytes/s between two workers, FLOP/s of one, bytes/s from main memory while all copy, and each rank's speed."""
 
     bytes_per_second: float
     flops_per_second: float
@@ -147,8 +139,7 @@ def why_one_gpu(gpus: int) -> str:
 
 
 def _device(name: str, gpus: int, kind: str, trial: str) -> str:
-    """Returns the device of this name. Raises Refused: `trial` are CPU workers in place of all that were named, where
-    there is no GPU."""
+    """Returns the device of this name. Raises Refused: `trial` are CPU workers to use where there is no GPU."""
     if name == "cpu":
         return name
     fix = {"devices": trial}
@@ -178,8 +169,7 @@ class PlanInputs:
     The rest is known when a run begins. `profile` and `capacity` are of all devices that the request may use,
     `profiles` of groups that have met. `live` are the running workers, `shares` those that they have learnt by degrees
     (without shares), `before` where they have the weights; `keeps_placement`: these stay there. `only` are the workers
-    that a plan is for, None: any. `compared`: fewer devices are candidates even if the user named all.
-    """
+    that a plan is for, None: any. `compared`: fewer devices are candidates even if the user named all."""
 
     request: ParallelRequest
     network: NetworkStats = field(default_factory=NetworkStats)

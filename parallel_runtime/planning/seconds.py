@@ -1,10 +1,9 @@
 """How long an evaluation takes by these degrees, from the sizes of network and sequence and what the devices measured.
 
 Ulysses waits for its all-to-alls; a ring hides a transfer behind the attention of the block it has, if the block is
-long enough. Both cost packing, a ring also merging; and an evaluation lasts as long as its launches, at least.
-"""
+long enough. Both cost packing, a ring also merging; and an evaluation lasts as long as its launches, at least."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ..request import RotateMethod
 from ..specs import Parallelism, Placement
@@ -13,49 +12,42 @@ from .network_stats import Work, busy_share
 from .run_plan import DeviceProfile, Speed
 from .work_shares import in_proportion
 
-
-@dataclass(frozen=True, kw_only=True)
-class CostModel:
-    """What an evaluation costs beside what the devices have measured. Calibrated by a rank's share of FLUX.1 dev at
-    1024 px and of Wan 2.1 14B at 480p on one H100 (2026-11-22), of whose matrix product the workers say 2 ** 49 FLOP/s.
-    """
-
-    # Shares of that speed that the linear layers reach, with all that is between them, and attention.
-    linear_efficiency: float = 0.91
-    attention_efficiency: float = 0.62
-    # FLOP for each byte that goes through memory; no slower than main memory.
-    flop_per_memory_byte: float = 245
-    least_memory_bytes_per_second: float = 1e10
-    # Passes over a tensor of a rank's tokens; those of float8 by counting reads and writes, not measured.
-    ulysses_packing_passes: float = 10  # and back
-    ring_packing_passes: float = 4
-    merging_passes: float = 5  # of one block
-    to_float8_passes: float = 4.5
-    from_float8_passes: float = 3.5
-    # The device: kernels that are too small for it once the work is divided, and those of each block of a ring.
-    split_overhead_seconds_per_layer: float = 215e-6
-    ring_block_overhead_seconds: float = 27.5e-6
-    # The host, where launches are not recorded; and what the one of host and device that is done sooner adds.
-    launch_seconds_per_layer: float = 1.09e-3
-    launch_seconds_per_layer_and_rank: float = 150e-6
-    launch_seconds_per_layer_and_block: float = 190e-6
-    lag_share: float = 0.1
-    # From these bytes of queries, keys and values of a rank Ulysses sends in two waves (MIN_HIDDEN_BYTES of Ulysses):
-    # half of its transfers then hide behind the other wave's attention.
-    two_waves_bytes: float = 32 << 20
-    # From this speed all may send to all at once: through one bus or one network card they would wait for each other.
-    all_to_all_bytes_per_second: float = 3e10
-    # A network split by rows, estimated for SDXL and measured on no GPU yet: the device a message, with the small
-    # kernels around it; the host a norm, a convolution or an attention, and how many times as much where it is divided
-    # (on a CPU, 2026-11-23).
-    row_message_seconds: float = 40e-6
-    row_launch_seconds: float = 0.2e-3
-    row_split_launch_factor: float = 1.4
-    # Times the mean in which the slowest worker would do it all: what is less is the noise of a measurement.
-    heterogeneous_imbalance: float = 1.1
-
-
-COST = CostModel()
+# What an evaluation costs beside what the devices have measured. Calibrated by a rank's share of FLUX.1 dev at 1024 px
+# and of Wan 2.1 14B at 480p on one H100 (2026-11-22), of whose matrix product the workers say 2 ** 49 FLOP/s.
+#
+# Shares of that speed that the linear layers reach, with all that is between them, and attention.
+LINEAR_EFFICIENCY = 0.91
+ATTENTION_EFFICIENCY = 0.62
+# FLOP for each byte that goes through memory; no slower than main memory.
+FLOP_PER_MEMORY_BYTE = 245
+LEAST_MEMORY_BYTES_PER_SECOND = 1e10
+# Passes over a tensor of a rank's tokens; those of float8 by counting reads and writes, not measured.
+ULYSSES_PACKING_PASSES = 10  # and back
+RING_PACKING_PASSES = 4
+MERGING_PASSES = 5  # of one block
+TO_FLOAT8_PASSES = 4.5
+FROM_FLOAT8_PASSES = 3.5
+# The device: kernels that are too small for it once the work is divided, and those of each block of a ring.
+SPLIT_OVERHEAD_SECONDS_PER_LAYER = 215e-6
+RING_BLOCK_OVERHEAD_SECONDS = 27.5e-6
+# The host, where launches are not recorded; and what the one of host and device that is done sooner adds.
+LAUNCH_SECONDS_PER_LAYER = 1.09e-3
+LAUNCH_SECONDS_PER_LAYER_AND_RANK = 150e-6
+LAUNCH_SECONDS_PER_LAYER_AND_BLOCK = 190e-6
+LAG_SHARE = 0.1
+# From these bytes of queries, keys and values of a rank Ulysses sends in two waves (MIN_HIDDEN_BYTES of Ulysses):
+# half of its transfers then hide behind the other wave's attention.
+TWO_WAVES_BYTES = 32 << 20
+# From this speed all may send to all at once: through one bus or one network card they would wait for each other.
+ALL_TO_ALL_BYTES_PER_SECOND = 3e10
+# A network split by rows, estimated for SDXL and measured on no GPU yet: the device a message, with the small
+# kernels around it; the host a norm, a convolution or an attention, and how many times as much where it is divided
+# (on a CPU, 2026-11-23).
+ROW_MESSAGE_SECONDS = 40e-6
+ROW_LAUNCH_SECONDS = 0.2e-3
+ROW_SPLIT_LAUNCH_FACTOR = 1.4
+# Times the mean in which the slowest worker would do it all: what is less is the noise of a measurement.
+HETEROGENEOUS_IMBALANCE = 1.1
 
 
 def evaluation_seconds(work: Work, degrees: Parallelism, profile: DeviceProfile) -> float:
@@ -66,12 +58,11 @@ def evaluation_seconds(work: Work, degrees: Parallelism, profile: DeviceProfile)
     if work.network.row_levels:
         return _evaluation_seconds_by_rows(work, degrees, profile)
     network, ranks = work.network, degrees.context_parallel_size
-    linear = (
-        work.sequences * network.linear_flop(work.tokens) / ranks / (COST.linear_efficiency * profile.flops_per_second)
-    )
+    speed = LINEAR_EFFICIENCY * profile.flops_per_second
+    linear = work.sequences * network.linear_flop(work.tokens) / ranks / speed
     device = linear + network.layers * attention_seconds(work, degrees, profile)
     host = 0.0 if work.recorded and stages == 1 else network.layers * _launch_seconds(degrees)
-    return (max(device, host) + COST.lag_share * min(device, host)) / (stages * busy)
+    return (max(device, host) + LAG_SHARE * min(device, host)) / (stages * busy)
 
 
 def _evaluation_seconds_by_rows(work: Work, degrees: Parallelism, profile: DeviceProfile) -> float:
@@ -79,32 +70,27 @@ def _evaluation_seconds_by_rows(work: Work, degrees: Parallelism, profile: Devic
     network, ranks = work.network, degrees.context_parallel_size
     if ranks > work.row_ranks:  # each computes all of it
         degrees, ranks = replace(degrees, ring_degree=1, ulysses_degree=1, shares=()), 1
-    flop = (
-        network.linear_flop(work.tokens) / COST.linear_efficiency
-        + network.attention_flop(work.tokens) / COST.attention_efficiency
-    )
+    flop = network.linear_flop(work.tokens) / LINEAR_EFFICIENCY
+    flop += network.attention_flop(work.tokens) / ATTENTION_EFFICIENCY
     if ranks > 1 and degrees.options.rotate_method == "tokens":
-        flop += (ranks - 1) * network.key_flop(work.tokens) / COST.linear_efficiency
+        flop += (ranks - 1) * network.key_flop(work.tokens) / LINEAR_EFFICIENCY
     device = work.sequences * flop / ranks / profile.flops_per_second
     units = network.layers + sum(level.messages for level in network.row_levels)
-    host = (
-        0.0 if work.recorded else units * COST.row_launch_seconds * (COST.row_split_launch_factor if ranks > 1 else 1.0)
-    )
+    launch_seconds = ROW_LAUNCH_SECONDS * (ROW_SPLIT_LAUNCH_FACTOR if ranks > 1 else 1.0)
+    host = 0.0 if work.recorded else units * launch_seconds
     if ranks > 1 and profile.bytes_per_second:
         device += _row_exchange_seconds(work, degrees, profile)
-    return max(device, host) + COST.lag_share * min(device, host)
+    return max(device, host) + LAG_SHARE * min(device, host)
 
 
 def _row_exchange_seconds(work: Work, degrees: Parallelism, profile: DeviceProfile) -> float:
-    """Returns the seconds of all messages of a rank: of norms with the edges of rows, and of attentions over the pixels
-    of a level."""
+    """Returns the seconds of all messages of a rank: norms with the edges of rows, and attentions over pixels."""
     ring, ulysses, network = degrees.ring_degree, degrees.ulysses_degree, work.network
     hops = 1 if degrees.options.rotate_method in ("allgather", "tokens") else ring - 1
     each = (hops if ring > 1 else 0) + (2 if ulysses > 1 else 0)
     messages = sum(level.messages + level.attentions * each for level in network.row_levels)
-    return (
-        messages * COST.row_message_seconds + network.layers * attention_bytes(work, degrees) / profile.bytes_per_second
-    )
+    transfer = network.layers * attention_bytes(work, degrees) / profile.bytes_per_second
+    return messages * ROW_MESSAGE_SECONDS + transfer
 
 
 def single_worker_seconds(work: Work, speed: Speed) -> float:
@@ -112,7 +98,7 @@ def single_worker_seconds(work: Work, speed: Speed) -> float:
     if not speed.products or not speed.attention:
         return 0.0
     linear, attention = work.network.linear_flop(work.tokens), work.network.attention_flop(work.tokens)
-    return work.sequences * (linear / COST.linear_efficiency / speed.products + attention / speed.attention)
+    return work.sequences * (linear / LINEAR_EFFICIENCY / speed.products + attention / speed.attention)
 
 
 def single_worker_seconds_by_rank(work: Work, profile: DeviceProfile) -> list[float]:
@@ -131,7 +117,7 @@ def are_heterogeneous(work: Work, placement: Placement, profile: DeviceProfile |
     if profile is None or not are_measured(work, placement, profile):
         return False
     seconds = single_worker_seconds_by_rank(work, profile)
-    return max(seconds) > COST.heterogeneous_imbalance * sum(seconds) / len(seconds)
+    return max(seconds) > HETEROGENEOUS_IMBALANCE * sum(seconds) / len(seconds)
 
 
 def shares_by_speed(work: Work, profile: DeviceProfile) -> tuple[int, ...]:
@@ -140,27 +126,21 @@ def shares_by_speed(work: Work, profile: DeviceProfile) -> tuple[int, ...]:
 
 
 def averaged(work: Work, degrees: Parallelism, profile: DeviceProfile) -> DeviceProfile:
-    """Returns the profile with the speed of one of uniform workers: the one that computes longest by its share
-    is waited for."""
+    """Returns the profile of equal workers as slow as the one that computes longest by its share."""
     each, ranks = degrees.context_parallel_size, iter(single_worker_seconds_by_rank(work, profile))
     slowest = max(each * next(ranks) * share / sum(group) for group in degrees.cp_group_shares for share in group)
-    return replace(
-        profile,
-        flops_per_second=single_worker_seconds(work, Speed(products=1.0, attention=COST.attention_efficiency))
-        / slowest,
-    )
+    at_one_flop = single_worker_seconds(work, Speed(products=1.0, attention=ATTENTION_EFFICIENCY))
+    return replace(profile, flops_per_second=at_one_flop / slowest)
 
 
 def times_as_fast(work: Work, degrees: Parallelism, profile: DeviceProfile) -> float:
-    """Returns how many times as fast a step is on these workers as on one worker: prompts, images and tokens are shared
-    out."""
+    """Returns how many times as fast a step is on these workers, which share out its work, as on one."""
     several = work.prompts_per_rank(degrees) * evaluation_seconds(work, degrees, profile)
     return work.prompts * evaluation_seconds(work, Parallelism(), profile) / several
 
 
 def attention_bytes(work: Work, degrees: Parallelism) -> float:
-    """Returns the bytes that one rank sends in one attention; for a network that is split by rows the mean of all its
-    attentions."""
+    """Returns the bytes that a rank sends in one attention; where rows are split the mean of all attentions."""
     all_to_all, per_hop = _sent_bytes(work.attention_tensor_bytes * _sent_share(work, degrees), degrees)
     return all_to_all + per_hop * (degrees.ring_degree - 1)
 
@@ -170,23 +150,19 @@ def attention_seconds(work: Work, degrees: Parallelism, profile: DeviceProfile) 
     ring, ulysses = degrees.ring_degree, degrees.ulysses_degree
     share = work.tensor_bytes / (ring * ulysses)
     compute = 4 * work.sequences * work.tokens**2 * work.network.width / (ring * ulysses)
-    compute /= COST.attention_efficiency * profile.flops_per_second
+    compute /= ATTENTION_EFFICIENCY * profile.flops_per_second
     if degrees.context_parallel_size == 1 or not profile.bytes_per_second:  # a single worker has measured none
         return compute
-    passes: float = COST.ulysses_packing_passes * (ulysses > 1) + (
-        COST.ring_packing_passes + COST.merging_passes * _ring_block_count(degrees)
-    ) * (ring > 1)
-    if degrees.options.sends_float8:
-        passes += 4 * (COST.to_float8_passes + COST.from_float8_passes) * (ulysses > 1) + 2 * (
-            COST.to_float8_passes + COST.from_float8_passes * (ring - 1)
-        ) * (ring > 1)
-    memory = (
-        passes * share / max(profile.flops_per_second / COST.flop_per_memory_byte, COST.least_memory_bytes_per_second)
-    )
-    small = COST.split_overhead_seconds_per_layer + COST.ring_block_overhead_seconds * _ring_block_count(degrees) * (
-        ring > 1
-    )
-    return compute + memory + small + _exposed_transfer(work, compute, degrees, profile)
+    passes, small, float8 = 0.0, SPLIT_OVERHEAD_SECONDS_PER_LAYER, degrees.options.sends_float8
+    if ulysses > 1:
+        passes += ULYSSES_PACKING_PASSES
+        passes += 4 * (TO_FLOAT8_PASSES + FROM_FLOAT8_PASSES) * float8
+    if ring > 1:
+        passes += RING_PACKING_PASSES + MERGING_PASSES * _ring_block_count(degrees)
+        passes += 2 * (TO_FLOAT8_PASSES + FROM_FLOAT8_PASSES * (ring - 1)) * float8
+        small += RING_BLOCK_OVERHEAD_SECONDS * _ring_block_count(degrees)
+    speed = max(profile.flops_per_second / FLOP_PER_MEMORY_BYTE, LEAST_MEMORY_BYTES_PER_SECOND)
+    return compute + passes * share / speed + small + _exposed_transfer(work, compute, degrees, profile)
 
 
 def _exposed_transfer(work: Work, compute: float, degrees: Parallelism, profile: DeviceProfile) -> float:
@@ -194,7 +170,7 @@ def _exposed_transfer(work: Work, compute: float, degrees: Parallelism, profile:
     ring, block = degrees.ring_degree, compute / degrees.ring_degree
     sent = work.tensor_bytes * _sent_share(work, degrees)
     all_to_all, send_recv = (size / profile.bytes_per_second for size in _sent_bytes(sent, degrees))
-    if 3 * work.tensor_bytes / degrees.context_parallel_size >= COST.two_waves_bytes:
+    if 3 * work.tensor_bytes / degrees.context_parallel_size >= TWO_WAVES_BYTES:
         all_to_all -= min(all_to_all, compute) / 2
     if degrees.options.rotate_method == "allgather":
         return all_to_all + max(0.0, (ring - 1) * send_recv - block)
@@ -210,9 +186,8 @@ def _sent_share(work: Work, degrees: Parallelism) -> float:
 
 
 def _sent_bytes(tensor_bytes: float, degrees: Parallelism) -> tuple[float, float]:
-    """Returns what one rank sends for Ulysses, queries, keys, values and result, and in each hop of a ring: keys and
-    values, or the tokens that both are made of. `tensor_bytes` is the size of one of these tensors on all ranks
-    together."""
+    """Returns what one rank sends for Ulysses (queries, keys, values, result), and in each hop of a ring (keys and
+    values, or the tokens of both). `tensor_bytes`: one of these tensors on all ranks."""
     share, ulysses = tensor_bytes / degrees.context_parallel_size, degrees.ulysses_degree
     ring_tensors = 1 if degrees.options.rotate_method == "tokens" else 2
     return 4 * share * (ulysses - 1) / ulysses, ring_tensors * share
@@ -225,12 +200,11 @@ def _ring_block_count(degrees: Parallelism) -> int:
 
 def _launch_seconds(degrees: Parallelism) -> float:
     """Returns the seconds that the host takes to launch a layer."""
-    ranks, ring = degrees.context_parallel_size, degrees.ring_degree
-    divided = (
-        COST.launch_seconds_per_layer_and_rank * ranks
-        + COST.launch_seconds_per_layer_and_block * _ring_block_count(degrees) * (ring > 1)
-    )
-    return COST.launch_seconds_per_layer + divided * (ranks > 1)
+    if (ranks := degrees.context_parallel_size) == 1:
+        return LAUNCH_SECONDS_PER_LAYER
+    blocks = _ring_block_count(degrees) * (degrees.ring_degree > 1)
+    divided = LAUNCH_SECONDS_PER_LAYER_AND_RANK * ranks + LAUNCH_SECONDS_PER_LAYER_AND_BLOCK * blocks
+    return LAUNCH_SECONDS_PER_LAYER + divided
 
 
 def rotate_method_for(memory: MemoryModel, profile: DeviceProfile | None) -> RotateMethod:
@@ -248,7 +222,7 @@ def rotate_method_for(memory: MemoryModel, profile: DeviceProfile | None) -> Rot
     if work.network.row_levels:
         of_keys = degrees.ulysses_degree > 1 or degrees.options.sends_float8  # tokens are sent as they are
         methods = ("allgather",) if of_keys else ("allgather", "tokens")
-    elif profile.bytes_per_second < COST.all_to_all_bytes_per_second:
+    elif profile.bytes_per_second < ALL_TO_ALL_BYTES_PER_SECOND:
         return "alltoall"
     seconds = evaluation_seconds if work.network.row_levels else attention_seconds
     return min(methods, key=lambda method: seconds(work, degrees.with_options(rotate_method=method), profile))

@@ -1,9 +1,7 @@
-"""Shares of the work for each worker: those of a CP Parallel Config, and whole numbers in proportion to
-measurements.
+"""Shares of the work for each worker: those of a CP Parallel Config, or whole numbers in proportion to measurements.
 
 Those of `auto` are learnt from how long each rank computed in real steps. Shares change only between runs, and
-settle: another share is another shape, to be recorded or compiled anew.
-"""
+settle: another share is another shape, to be recorded or compiled anew."""
 
 import logging
 from collections.abc import Sequence
@@ -95,8 +93,8 @@ def work_percent(degrees: Parallelism, placement: Placement) -> list[tuple[str, 
 
 
 def work_fractions(degrees: Parallelism) -> list[float]:
-    """Returns each worker's fraction of all the work. Ranks of different prompts have equal parts whatever their
-    shares, ranks of different images have parts in proportion to them."""
+    """Returns each worker's fraction of all the work."""
+    # Of different prompts ranks have equal parts whatever their shares, of different images parts in proportion.
     groups = degrees.data_group_shares
     return [
         share / sum(shares) / degrees.cfg_degree * groups[number // degrees.cfg_degree % len(groups)] / sum(groups)
@@ -116,9 +114,9 @@ class _Tried:
     accepted_imbalance: float = 1.0
 
     def ran(self, slowest: float, better: Shares) -> None:
-        """Notes a run by these shares; `better` ones would follow from the speeds only. Shares that gained nothing
-        give way to the last ones, which stay: where work is not in proportion to shares (whole heads), two might
-        alternate forever."""
+        """Notes a run by these shares; `better` ones would follow from the speeds only."""
+        # Shares that gained nothing give way to the last ones, which stay: where work is not in proportion to shares
+        # (whole heads), two might alternate forever.
         self.behind = self.behind + 1 if slowest > MIN_IMBALANCE * self.accepted_imbalance else 0
         if self.behind < RUNS_BEFORE_CHANGE:
             return
@@ -147,8 +145,7 @@ class ShareBalance:
         return {degrees: tried.shares for (spec, degrees), tried in self._tried.items() if spec == model.unpatched}
 
     def learn(self, model: ModelSpec, degrees: Parallelism, seconds: Sequence[float | None]) -> None:
-        """Takes the seconds that each rank computed in a step of a run by these degrees; None if it could not
-        measure."""
+        """Takes the seconds that each rank computed in a step by these degrees; None if it could not measure."""
         known = [each for each in seconds if each is not None]
         shares = degrees.shares or (1,) * degrees.world_size
         least = MIN_STEP_SECONDS_SHARED_DEVICE if self._placement.shared else MIN_STEP_SECONDS

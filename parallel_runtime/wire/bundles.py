@@ -1,8 +1,7 @@
 """Values with tensors in them, between processes: safetensors bytes in anonymous shared memory.
 
 The format already holds names, shapes and dtypes, the kernel already shares the pages, and a file without a name
-cannot be left behind. What is not a tensor rides in the header's metadata as JSON. Knows nothing of who reads it.
-"""
+cannot be left behind. What is not a tensor rides in the header's metadata as JSON. Knows nothing of who reads it."""
 
 import fcntl
 import json
@@ -43,8 +42,7 @@ def write_bundle(value: Any) -> int:
     """Copies `value` (dicts, lists, tuples, plain values, tensors of any device, Described) into a new memory file.
 
     Returns its file descriptor, which the caller closes. Raises Refused, naming the place, for any other object and
-    for more than LIMIT bytes; OSError (ENOSPC) where the memory is not there.
-    """
+    for more than LIMIT bytes; OSError (ENOSPC) where the memory is not there."""
     tensors: dict[str, Tensor] = {}
     tree = _fold(value, "value", tensors, {})
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))  # keeps every view aligned
@@ -83,8 +81,7 @@ def empty_bundle(size: int) -> int:
 def read_bundle(fd: int) -> Any:
     """Returns the value that was written. Its tensors are private views of the shared pages: no copy until written to.
 
-    Closes `fd`. Raises ProtocolError if the bytes are no bundle.
-    """
+    Closes `fd`. Raises ProtocolError if the bytes are no bundle."""
     try:
         with safe_open(f"/proc/self/fd/{fd}", "pt") as bundle:
             tensors = {name: bundle.get_tensor(name) for name in bundle.keys()}  # noqa: SIM118 - not a dict
@@ -107,14 +104,11 @@ def _layout(tree: Any, tensors: dict[str, Tensor]) -> tuple[bytes, dict[str, int
     entries: dict[str, Any] = {"__metadata__": {"tree": json.dumps(tree)}}
     position = 0
     for name, tensor in tensors.items():
-        size = tensor.numel() * tensor.element_size()
-        entries[name] = {
-            "dtype": DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [position, position + size],
-        }
-        position += size
+        place = [position, position + tensor.numel() * tensor.element_size()]
+        entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
+        position = place[1]
     body = json.dumps(entries).encode()
+    # The tensors begin aligned.
     body += b" " * (-(len(body) + 8) % 64)
     start = 8 + len(body)
     offsets = {name: start + entries[name]["data_offsets"][0] for name in tensors}

@@ -4,11 +4,8 @@ On one machine a message is one packet of JSON; a bundle goes along as a file de
 by name.
 
 A TcpChannel is one to another machine: the same messages over TCP, between ends that know one token. It carries no
-bundles. The kernel asks after a silent other end, so that a machine that is gone becomes an error within
-SILENCE_SECONDS. A message that has begun is whole within as many, or the other end counts as gone: who waits hears no
-cancel meanwhile. Each end answers a random challenge of the other with an HMAC of the token, which is never sent. What
-follows is neither encrypted nor signed: whoever can change packets on the way can take the connection over.
-"""
+bundles. Each end answers a random challenge of the other with an HMAC of the token, which is never sent. What follows
+is neither encrypted nor signed: whoever can change packets on the way can take the connection over."""
 
 from __future__ import annotations
 
@@ -75,8 +72,7 @@ class Channel:
     def receive(self) -> tuple[Any, int | None]:
         """Returns the next message, and its bundle, which the caller must read or close. Blocks.
 
-        Raises EOFError when the other side is gone, ProtocolError for what is no message.
-        """
+        Raises EOFError when the other side is gone, ProtocolError for what is no message."""
         try:
             data, rights, flags, _ = self._socket.recvmsg(PACKET_BYTES, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)
         except ConnectionResetError:
@@ -123,7 +119,8 @@ class Channel:
 
 def ready(sock: socket.socket, events: int, seconds: float | None) -> bool:
     """Returns whether one of poll's `events` comes within `seconds`; None: waits for it. True also on hang-up: the next
-    receive() then raises EOFError. select.select takes no descriptor above 1,023."""
+    receive() then raises EOFError."""
+    # select.select takes no descriptor above 1,023.
     poll = select.poll()
     try:
         poll.register(sock, events)
@@ -162,6 +159,7 @@ class TcpChannel(Channel):
     def __init__(self, sock: socket.socket) -> None:
         super().__init__(sock)
         sock.settimeout(None)
+        # The kernel asks after a silent other end: a machine that is gone becomes an error within SILENCE_SECONDS.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
@@ -190,6 +188,7 @@ class TcpChannel(Channel):
     def receive(self) -> tuple[Message, None]:
         try:
             ready(self._socket, select.POLLIN, None)
+            # Of a message that has begun: who waits for the rest of it hears no cancel meanwhile.
             deadline = time.monotonic() + SILENCE_SECONDS
             size = int.from_bytes(receive_exactly(self._socket, LENGTH_BYTES, deadline), "big")
             if size > PACKET_BYTES:
@@ -202,6 +201,7 @@ class TcpChannel(Channel):
         assert bundle is None, "a bundle stays on its machine"
         data = encode(message)
         with self._sending:
+            # Dropped before it begins or not at all: half a message would break the stream.
             if flags & socket.MSG_DONTWAIT and not ready(self._socket, select.POLLOUT, 0):
                 raise BlockingIOError
             self._socket.sendall(len(data).to_bytes(LENGTH_BYTES, "big") + data)
@@ -221,12 +221,9 @@ def read_key(path: str | None = None) -> str:
 
 
 def prove(sock: socket.socket, key: str, *, host: bool) -> bool:
-    """Returns whether the other end has `key`, and shows it that this one has.
-
-    The end that called proves first, so that the one that listens proves nothing to strangers. Raises EOFError where
-    the other end hangs up once it could judge our key, ConnectionAbortedError where it does before, TimeoutError after
-    HANDSHAKE_SECONDS in all, and OSError.
-    """
+    """Returns whether the other end has `key`, and shows it that this one has. Raises EOFError where the other end
+    hangs up once it could judge our key, ConnectionAbortedError where it does before, TimeoutError after
+    HANDSHAKE_SECONDS in all, and OSError."""
     deadline = time.monotonic() + HANDSHAKE_SECONDS
     local_challenge = secrets.token_bytes(CHALLENGE_BYTES)
     sock.sendall(local_challenge)
@@ -236,6 +233,7 @@ def prove(sock: socket.socket, key: str, *, host: bool) -> bool:
         raise ConnectionAbortedError("hung up before it asked for the token") from None
     both = local_challenge + remote_challenge if host else remote_challenge + local_challenge
     proofs = [hmac.digest(key.encode(), label + both, "sha256") for label in (b"host", b"guest")]
+    # The end that called proves first: the one that listens proves nothing to strangers.
     if not host:
         sock.sendall(proofs[1])
         return hmac.compare_digest(receive_exactly(sock, PROOF_BYTES, deadline), proofs[0])
@@ -246,8 +244,7 @@ def prove(sock: socket.socket, key: str, *, host: bool) -> bool:
 
 
 def receive_exactly(sock: socket.socket, size: int, deadline: float) -> bytes:
-    """Reads `size` bytes. Raises EOFError when the other side ends before, TimeoutError past the `deadline` by
-    time.monotonic()."""
+    """Reads `size` bytes. Raises EOFError if the other side ends, TimeoutError past the monotonic `deadline`."""
     parts = b""
     while len(parts) < size:
         if not ready(sock, select.POLLIN, deadline - time.monotonic()):

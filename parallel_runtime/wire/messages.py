@@ -5,8 +5,7 @@ host -> each rank       Welcome  Measure  MapOutput (with memory)  Run (with a b
 rank -> host            Ready  Connected  Joined  Heartbeat  Step (with a bundle)  Done (rank 0: with a bundle)  Failed
 machine -> host         Machine  Ended
 torchrun -> who has started it  Ended
-host -> machine         Invitation  Denied
-"""
+host -> machine         Invitation  Denied"""
 
 from __future__ import annotations
 
@@ -57,6 +56,9 @@ class Graphs:
     eager: tuple[str, ...] = ()
 
 
+SHOWN = ("used_bytes", "total_bytes", "step_seconds", "waited_seconds")  # of Readings, by web/rank.js
+
+
 @dataclass(frozen=True)
 class Readings:
     """The measurements of one rank, all of the same moment. `used_bytes` of its device are taken by any process; on the
@@ -86,8 +88,7 @@ class Readings:
         return sum(model.device_bytes for model in self.weights if model.fingerprint != fingerprint)
 
     def recorded_bytes(self, fingerprint: str) -> int:
-        """Returns the device bytes of this model's recorded forwards: a run of it needs no others for its
-        activations."""
+        """Returns the device bytes of its recorded forwards: a run needs no others for its activations."""
         return sum(model.recorded for model in self.weights if model.fingerprint == fingerprint)
 
 
@@ -144,8 +145,7 @@ class Cancel:
 
 @dataclass(frozen=True)
 class MapOutput:
-    """Brings memory of ComfyUI's process, into which the ranks of its machine write the next job's result, each its
-    share."""
+    """Brings memory of ComfyUI's process, into which its machine's ranks write the next job's result."""
 
 
 @dataclass(frozen=True)
@@ -266,8 +266,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Invitation:
-    """Asks a machine to start `workers` ranks, as number `index` of `nnodes` torchruns that meet at the port `store`
-    of the host. The ranks show `token`."""
+    """Asks a machine for `workers` ranks, as torchrun `index` of `nnodes`, which meet at port `store` with `token`."""
 
     index: int
     nnodes: int

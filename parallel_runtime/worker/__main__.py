@@ -1,7 +1,6 @@
 """python -m parallel_runtime.worker SOCKET, started by torchrun once a rank.
 
-Each worker's stdout and stderr go into a FIFO of its own in the group's folder, so no line has to name its rank.
-"""
+Each worker's stdout and stderr go into a FIFO of its own in the group's folder, so no line has to name its rank."""
 
 import os
 import sys

@@ -3,8 +3,7 @@ host has the other end of stdin; REPORT is the descriptor of a pipe for the caus
 
 torchrun's agent survives its parent and, when killed, leaves its workers running. Two ways end our processes with the
 host, because each covers what the other cannot: the kernel kills a process with its parent, and the host's end of a
-pipe or socket closes when the host ends for any reason. torch is imported late: both must work before that.
-"""
+pipe or socket closes when the host ends for any reason. torch is imported late: both must work before that."""
 
 import ctypes
 import os

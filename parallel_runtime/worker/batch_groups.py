@@ -2,12 +2,7 @@
 numbers that all ranks draw alike.
 
 Every group has all inputs, computes its share, and gathers all results, so callers see the undivided result. `dim` is
-the dimension of the mesh along which the groups are: `cfg` for branches, `data` for a batch.
-
-A large tensor's random numbers depend on the number of a GPU's processors: samplers that draw noise on the device
-(ancestral ones, lcm, sde_gpu) would have another latent on each rank. `SamplerNoise` gives all ranks those of ComfyUI's
-own device.
-"""
+the dimension of the mesh along which the groups are: `cfg` for branches, `data` for a batch."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,8 +30,7 @@ def data_parallel(dim: MeshDim, evaluate: Callable[..., Any], batch: int, *args:
     """Calls `evaluate(*args, **kwargs)` with its entries divided over the groups: tensors [batch, ...], also in lists
     and dicts. It returns one such tensor, or a list of them.
 
-    ComfyUI's transformer_options belong to the whole run and stay, except each entry's noise level and prompt.
-    """
+    ComfyUI's transformer_options belong to the whole run and stay, except each entry's noise level and prompt."""
     if dim.size == 1:
         return evaluate(*args, **kwargs)
     items, entries = local_items(dim, batch), local_entries(dim, batch)
@@ -65,8 +59,8 @@ def all_gather(dim: MeshDim, local: Tensor, total: int) -> Tensor:
 
 
 def broadcast_if_unlike(dim: MeshDim, out: Any, source: int = 0) -> Any:
-    """Returns the tensors of `out` as rank `source` of `dim` has them, where devices are of several kinds. Every rank
-    computes the layers after the tokens are gathered, and such devices round differently there."""
+    """Returns the tensors of `out` as rank `source` of `dim` has them, where devices are of several kinds."""
+    # Every rank computes the layers after the tokens are gathered, and such devices round differently there.
     if dim.size == 1 or not dim.group_state.heterogeneous:
         return out
 
@@ -96,17 +90,13 @@ def select_entries(value: Any, entries: slice, batch: int) -> Any:
         return type(value)(select_entries(item, entries, batch) for item in value)
     if type(value) is not dict:
         return value
-    if "sample_sigmas" in value:
-        return _options(value, entries, batch)
-    return {name: select_entries(item, entries, batch) for name, item in value.items()}
-
-
-def _options(options: dict[str, Any], entries: slice, batch: int) -> dict[str, Any]:
-    selected = dict(options)
-    if torch.is_tensor(options.get("sigmas")) and len(options["sigmas"]) == batch:
-        selected["sigmas"] = options["sigmas"][entries]
+    if "sample_sigmas" not in value:
+        return {name: select_entries(item, entries, batch) for name, item in value.items()}
+    selected = dict(value)  # transformer_options
+    if torch.is_tensor(value.get("sigmas")) and len(value["sigmas"]) == batch:
+        selected["sigmas"] = value["sigmas"][entries]
     for name in PER_BATCH_OPTIONS:
-        if per_batch := options.get(name):
+        if per_batch := value.get(name):
             entries_per_cond = batch // len(per_batch)
             selected[name] = [per_batch[index // entries_per_cond] for index in range(batch)[entries]]
     return selected
@@ -122,6 +112,8 @@ FUNCTIONS = frozenset(
 )
 
 
+# A large tensor's random numbers depend on the number of a GPU's processors: samplers that draw noise on the device
+# (ancestral ones, lcm, sde_gpu) would have another latent on each rank.
 class SamplerNoise(TorchFunctionMode):
     """While it is entered, what a sampler draws on this rank's `device` are the numbers of the first rank whose device
     is of the `kind` of ComfyUI's own; of rank 0 where none is, which the log says once. Collective where the ranks'

@@ -1,7 +1,6 @@
 """What ranks send each other beside a network's forward: from rank 0, over gloo, the payload of a job; checks
 that all machines have the same model files, and that what is sent arrives; and how fast this rank computes and sends
-blocks, measured once, in a fraction of a second, when the group starts.
-"""
+blocks, measured once, in a fraction of a second, when the group starts."""
 
 import os
 import time
@@ -24,8 +23,7 @@ PIECE_BYTES = 256 << 20
 
 
 def payload(bundle: int | None) -> int:
-    """Returns the file descriptor of a request's bundle. With several machines the host sends it to rank 0 alone, and
-    the others get a copy. Collective then."""
+    """Returns the descriptor of a request's bundle, of which rank 0 sends other machines a copy. Collective then."""
     if machine_count() == 1:
         assert bundle is not None
         return bundle
@@ -41,23 +39,19 @@ def payload(bundle: int | None) -> int:
 
 def check_files(files: Sequence[SourceFile]) -> None:
     """Raises Refused for the first file that has changed since it was described, or, on another machine than
-    ComfyUI's, is missing or another file than there. Collective where there are several machines.
-
-    Machines compare samples of the weights: files of one architecture may have equal names and sizes. Times may differ.
-    """
-    # All of them before a refusal.
-    differing = [differing_ranks(_fingerprint(file.path)) if machine_count() > 1 else [] for file in files]
+    ComfyUI's, is missing or another file than there. Collective where there are several machines."""
+    several = machine_count() > 1
+    # By samples of the weights: files of one architecture may have equal names and sizes. Times may differ.
+    found = [file_fingerprint(file.path) if several and os.path.isfile(file.path) else "" for file in files]
+    # All of them before a refusal: one that refused would leave the other ranks waiting in the next comparison.
+    differing = [differing_ranks(each) if several else [] for each in found]
     for file, other_ranks in zip(files, differing, strict=True):
-        if machine_count() > 1 and not os.path.isfile(file.path):
+        if several and not os.path.isfile(file.path):
             raise Refused("file.missing", path=file.path)
         if rank() in other_ranks:
             raise Refused("file.other", path=file.path)
         if machine() == 0:
             check_unchanged(file)
-
-
-def _fingerprint(path: str) -> str:
-    return file_fingerprint(path) if os.path.isfile(path) else ""
 
 
 REPEATS = 3
@@ -66,24 +60,22 @@ HEAD_SIZE = 128
 
 
 def check_links(device: torch.device) -> None:
-    """Compares what arrives from the previous rank of a ring, and from all ranks in an all-to-all, with what they sent:
-    a broken P2P would make wrong pictures without a word. Collective. Raises ParallelError."""
+    """Compares what arrives from the previous rank of a ring, and from all ranks in an all-to-all, with what they sent.
+    Collective. Raises ParallelError."""
+    # A broken P2P would make wrong pictures without a word.
     if world_size() == 1:
         return
     assert dist.group.WORLD is not None
     world = mesh_dim_of(dist.group.WORLD, comm_device_of(device), GroupState())
     sent = torch.arange(CHECKED_NUMBERS * world.size, dtype=torch.int32, device=device)
     part = sent[world.index * CHECKED_NUMBERS :][:CHECKED_NUMBERS]
-
-    def expected(rank: int) -> Tensor:
-        return part + 7919 * rank
-
     before = (world.index - 1) % world.size
     received = torch.zeros_like(sent)
     ring_send_recv(sent + 7919 * world.index, received, world).wait()
     wrong = [] if torch.equal(received, sent + 7919 * before) else [before]
     all_to_all(sent + 7919 * world.index, received, None, None, world).wait()
-    wrong += [rank for rank, block in enumerate(received.chunk(world.size)) if not torch.equal(block, expected(rank))]
+    blocks = enumerate(received.chunk(world.size))
+    wrong += [rank for rank, block in blocks if not torch.equal(block, part + 7919 * rank)]
     if wrong:
         raise ParallelError(say("start.corrupt", ranks=", ".join(map(str, sorted({*wrong})))))
 

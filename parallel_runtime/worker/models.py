@@ -93,8 +93,7 @@ class Model:
         return None if self.parallelism.splits_tokens or backend == "auto" else backend_override(backend)
 
     def parallelize(self, mesh: ContextMesh, parallelism: Parallelism) -> None:
-        """Splits the network over `mesh` for every later forward, with the attributes that `spec` names, after undoing
-        the split before."""
+        """Splits the network over `mesh`, with the attributes of `spec`, for every later forward."""
         self.compile(None)
         self.undo_split.close()
         self.graph_runner.discard()
@@ -108,8 +107,7 @@ class Model:
         self.graph_runner.any_rank = partial(any_rank, dim=mesh.context)
 
     def split(self, parallelism: Parallelism) -> None:
-        """Splits the blocks over pipeline stages and the tokens over ranks, until `undo_split` is closed. ComfyUI's
-        process has refused what a network cannot."""
+        """Splits blocks over stages, tokens over ranks, until `undo_split` is closed. It has been checked before."""
         staged = parallelism.pipeline_degree > 1
         if not staged and not parallelism.splits_tokens:
             return
@@ -118,7 +116,8 @@ class Model:
         if staged:
             self.offload()
             self.stages = self.undo_split.enter_context(Stages(self.network, plan, self.mesh, parallelism))
-            self.undo_split.callback(self._leave_stages)
+            self.undo_split.callback(setattr, self, "stages", None)
+            self.undo_split.callback(self.offload)
         else:
             parallelize(self.network, plan, self.mesh, parallelism)
             self.undo_split.callback(unparallelize, self.network)
@@ -126,10 +125,6 @@ class Model:
     def set_attributes(self, attributes: str) -> None:
         """Sets these attributes (of a ModelSpec) of the undivided model, and those set before to what they were."""
         assert not attributes, f"{self.name} has no attributes to set"
-
-    def _leave_stages(self) -> None:
-        self.offload()
-        self.stages = None
 
     @property
     def nonresident_bytes(self) -> int:
@@ -183,8 +178,7 @@ class Models:
     """The models and VAEs of this rank, by their specs without patches. The meshes of their degrees are kept, and those
     that were used last: to make communicators takes time, and each takes memory of a GPU.
 
-    `loaders` are by the kind of the job that needs a model.
-    """
+    `loaders` are by the kind of the job that needs a model."""
 
     def __init__(self, device: torch.device, loaders: Mapping[type, Load]) -> None:
         self.group_state = GroupState()
@@ -201,6 +195,7 @@ class Models:
         """Returns the model that `request` names for `job`, split and placed as it says; redoes only what differs."""
         spec, parallelism = request.model, request.parallelism
         if spec.unpatched not in self._models:
+            # A rank that alone has another file, or no memory for it, would leave the others waiting.
             with refuse_on_all_ranks():
                 check_files(spec.all_files)
             with refuse_on_all_ranks():
@@ -247,6 +242,7 @@ class Models:
             model.cond_arguments.clear()
             if after != "keep":
                 model.offload()
+        # The last reference: only without it can the weights' memory be freed.
         del model
         self._free_unused()
 

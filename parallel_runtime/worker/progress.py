@@ -43,13 +43,9 @@ class Progress:
     communication, and whether the ranks' devices are of several kinds, whose latents have to be compared."""
 
     def __init__(
-        self,
-        channel: Channel,
-        job: int,
-        readings: Callable[[], Readings],
-        group_state: GroupState,
+        self, channel: Channel, job: int, readings: Callable[[], Readings], group_state: GroupState,
         now: EventFactory = HostEvent,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._channel = channel
         self._job = job
         self._readings = readings
@@ -92,8 +88,7 @@ class Progress:
 
     @contextmanager
     def reporting_blocks(self, blocks: BlockCounter) -> Iterator[None]:
-        """Sends a heartbeat in each HEARTBEAT_SECONDS of this context, which says whether the device has computed a
-        block."""
+        """Sends a heartbeat each HEARTBEAT_SECONDS of this context: has the device computed a block?"""
         over = threading.Event()
 
         def report() -> None:
@@ -138,14 +133,11 @@ class Progress:
             self._computed_seconds.append(self._step_seconds - self._waited_seconds)
         self.compare_ranks(f"step {step + 1} of {total}", "latent", x0, x)
         if rank() == 0:
-            message = Step(self._job, step, total)
-            self._previews.offer(
-                {"x0": x0, "x": x}, lambda latents: self._channel.offer(message, write_bundle(latents))
-            )
+            send = partial(self._channel.offer, Step(self._job, step, total))
+            self._previews.offer({"x0": x0, "x": x}, lambda latents: send(write_bundle(latents)))
 
     def compare_ranks(self, after: str, what: str, *tensors: Tensor) -> None:
-        """Raises RuntimeError on every rank if any rank's tensors differ from rank 0's in any bit, where their devices
-        differ or with CP_DEBUG. Collective then."""
+        """Raises RuntimeError on all ranks if tensors of unlike devices, or with CP_DEBUG, differ. Collective."""
         if not DEBUG and not self._group_state.heterogeneous:
             return
         if differing := differing_ranks(*tensors):
@@ -153,8 +145,7 @@ class Progress:
             raise RuntimeError(f"after {after} the {what} of rank {ranks} differs from that of rank 0")
 
     def _start_timer(self, step: int) -> None:
-        """Ends the timer of the last step and starts one for this step if it is timed. On the CPU the host's clock
-        already shows the waiting."""
+        """Ends the last step's timer and starts one for a timed step. On the CPU the host's clock shows the waiting."""
         if self._group_state.comm_timer is not None:
             self._group_state.comm_timer.end()
         self._group_state.comm_timer = None
@@ -190,8 +181,7 @@ class Progress:
 class Previews:
     """Sends a step's latents to the host without making the device wait: once their copy is in main memory.
 
-    One copy is pending at most: a step that comes meanwhile is dropped.
-    """
+    One copy is pending at most: a step that comes meanwhile is dropped."""
 
     def __init__(self) -> None:
         self._arrived: Callable[[], bool] = lambda: False

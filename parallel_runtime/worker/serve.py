@@ -19,40 +19,15 @@ import torch
 
 from ..architectures.network_modules import weight_bytes
 from ..demo import check_diffusers
+from ..engine.comm import ranks
 from ..engine.comm.collectives import differing_ranks
-from ..engine.comm.ranks import (
-    cached_bytes,
-    device_kind,
-    event_factory,
-    free_bytes,
-    host_free_bytes,
-    join,
-    rank,
-    world_size,
-)
 from ..engine.cuda_graphs import reporting_compilation, warm_compiler
 from ..errors import OutOfMemory, Refused, Sentence, say
 from ..jobs import DemoJob, EvaluationJob, Job, VAEJob, answering_rank
 from ..specs import ComfySetup, Parallelism
+from ..wire import messages
 from ..wire.bundles import read_bundle, write_bundle
 from ..wire.channel import KEY, Channel, TcpChannel
-from ..wire.messages import (
-    PROTOCOL,
-    Cancel,
-    Connected,
-    Done,
-    Failed,
-    Graphs,
-    Joined,
-    MapOutput,
-    Measure,
-    ModelMemory,
-    Readings,
-    Ready,
-    Refusal,
-    Run,
-    Welcome,
-)
 from . import links
 from .agent import AGENT_PID, die_when, end_parent
 from .links import payload
@@ -70,7 +45,7 @@ def is_out_of_memory(error: Exception) -> bool:
 def out_of_memory(device: torch.device, models: Sequence[Model]) -> Sentence:
     """Returns a sentence that says what filled the memory, and one that says what to do."""
     sizes = [(model.name, weight_bytes(model.network) - model.nonresident_bytes) for model in models]
-    most, free = (size / GIB for size in (_peak_bytes(device), free_bytes(device)))
+    most, free = (size / GIB for size in (_peak_bytes(device), ranks.free_bytes(device)))
     return say(
         "died.memory",
         device=str(device),
@@ -81,37 +56,33 @@ def out_of_memory(device: torch.device, models: Sequence[Model]) -> Sentence:
     )
 
 
-def readings(device: torch.device, models: Sequence[Model]) -> Readings:
-    """Returns the memory readings of this rank, which the page shows and the host plans by; in a run Progress adds what
-    its steps take."""
+def readings(device: torch.device, models: Sequence[Model]) -> messages.Readings:
+    """Returns this rank's memory readings, for the page and for plans; in a run Progress adds those of its steps."""
     used, total = _used_and_total(device)
     graphs = _sum([model.graph_runner.stats for model in models])
-    return Readings(
+    return messages.Readings(
         used,
         total,
         tuple(_model_memory(model, device) for model in models),
         graphs=graphs,
-        free_bytes=free_bytes(device),
-        allocator_free_bytes=max(0, cached_bytes(device) - graphs.bytes),
-        host_free_bytes=host_free_bytes(),
+        free_bytes=ranks.free_bytes(device),
+        allocator_free_bytes=max(0, ranks.cached_bytes(device) - graphs.bytes),
+        host_free_bytes=ranks.host_free_bytes(),
     )
 
 
-def _sum(stats: list[Graphs]) -> Graphs:
+def _sum(stats: list[messages.Graphs]) -> messages.Graphs:
+    keys, replays, nbytes = (sum(getattr(one, name) for one in stats) for name in ("keys", "replays", "bytes"))
     reasons = dict.fromkeys(reason for graphs in stats for reason in graphs.eager)
-    return Graphs(
-        keys=sum(graphs.keys for graphs in stats),
-        replays=sum(graphs.replays for graphs in stats),
-        bytes=sum(graphs.bytes for graphs in stats),
-        eager=tuple(reasons),
-    )
+    return messages.Graphs(keys=keys, replays=replays, bytes=nbytes, eager=tuple(reasons))
 
 
-def _model_memory(model: Model, device: torch.device) -> ModelMemory:
+def _model_memory(model: Model, device: torch.device) -> messages.ModelMemory:
     tensors = [*model.network.parameters(), *model.additional_weights]
     resident = sum(tensor.nbytes for tensor in tensors if tensor.device.type == device.type) - model.nonresident_bytes
     offloaded = sum(tensor.nbytes for tensor in tensors) - resident
-    return ModelMemory(model.spec.title, resident, offloaded, model.spec.fingerprint, model.graph_runner.stats.bytes)
+    recorded = model.graph_runner.stats.bytes
+    return messages.ModelMemory(model.spec.title, resident, offloaded, model.spec.fingerprint, recorded)
 
 
 def _used_and_total(device: torch.device) -> tuple[int, int]:
@@ -143,14 +114,14 @@ class Worker:
         self._loops = loops
         self._output: int | None = None  # the memory file of the next request's result, of a VAE
 
-    def joined(self) -> Joined:
+    def joined(self) -> messages.Joined:
         """Measures this rank's speeds and memory. Collective."""
         link_bytes_per_second = 0.0
-        if world_size() > 1:
-            ring = self._models.mesh(Parallelism(ring_degree=world_size())).ring
+        if ranks.world_size() > 1:
+            ring = self._models.mesh(Parallelism(ring_degree=ranks.world_size())).ring
             link_bytes_per_second = links.bytes_per_second(ring, self._device)
-            self._models.group_state.heterogeneous = bool(differing_ranks(device_kind(self._device)))
-        return Joined(
+            self._models.group_state.heterogeneous = bool(differing_ranks(ranks.device_kind(self._device)))
+        return messages.Joined(
             links.flops_per_second(self._device),
             link_bytes_per_second,
             links.host_bytes_per_second(self._device),
@@ -172,39 +143,38 @@ class Worker:
         while True:
             message, bundle = self._channel.receive()
             match message:
-                case Run():
+                case messages.Run():
                     self._channel.send(*self._answer(message, payload(bundle)))
-                case Measure(job=job, model=model, after=after, recordings=recordings, degrees=degrees):
+                case messages.Measure(job=job, model=model, after=after, recordings=recordings, degrees=degrees):
                     if degrees is not None:
                         self._models.connect(degrees, sharded=message.sharded)
                     elif model is not None and recordings:
-                        self._models.discard_recordings(model, message.nbytes if rank() in message.ranks else 0)
+                        self._models.discard_recordings(model, message.nbytes if ranks.rank() in message.ranks else 0)
                     elif model is not None:
                         self._models.free(model, after)
-                    self._channel.send(Done(job, readings=self._readings()))
-                case MapOutput():
+                    self._channel.send(messages.Done(job, readings=self._readings()))
+                case messages.MapOutput():
                     self._output = bundle
-                case Cancel():
+                case messages.Cancel():
                     pass  # it lost the race with the answer
 
-    def _answer(self, request: Run, bundle: int) -> tuple[Done, int | None]:
-        """Runs a job and returns its answer. A refusal is one too: this rank then waits for the next job, and the host
-        checks that all ranks refused."""
+    def _answer(self, request: messages.Run, bundle: int) -> tuple[messages.Done, int | None]:
+        """Runs a job and returns its answer, or its refusal: the host checks that all ranks refused."""
         job = read_job(read_bundle(bundle), self._output)
-        now, state = event_factory(self._device), self._models.group_state
+        now, state = ranks.event_factory(self._device), self._models.group_state
         progress = Progress(self._channel, request.job, self._readings, state, now)
         try:
             return self._run(request, job, progress)
         except Refused as refused:
-            refusal = Refusal.of(refused)
+            refusal = messages.Refusal.of(refused)
         finally:
             if self._output is not None:
                 os.close(self._output)
                 self._output = None
         self._models.recover()
-        return Done(request.job, refused=refusal, readings=progress.readings()), None
+        return messages.Done(request.job, refused=refusal, readings=progress.readings()), None
 
-    def _run(self, request: Run, job: Job, progress: Progress) -> tuple[Done, int | None]:
+    def _run(self, request: messages.Run, job: Job, progress: Progress) -> tuple[messages.Done, int | None]:
         progress.loading(0.0)
         started = time.monotonic()
         model = self._models.get(request, progress.loading, job)
@@ -216,12 +186,12 @@ class Worker:
                 result = self._loops[type(job)](model, job, progress)
             self._models.end_job(keep_buffers=isinstance(job, EvaluationJob | VAEJob))  # the next one follows at once
             # It waits for the device: before `seconds` is read.
-            result_fd = write_bundle(result) if result is not None and rank() == answering_rank(job) else None
+            result_fd = write_bundle(result) if result is not None and ranks.rank() == answering_rank(job) else None
         seconds = time.monotonic() - loaded
-        done = Done(request.job, load_seconds=loaded - started, seconds=seconds, readings=progress.readings())
+        done = messages.Done(request.job, load_seconds=loaded - started, seconds=seconds, readings=progress.readings())
         return done, result_fd
 
-    def _readings(self) -> Readings:
+    def _readings(self) -> messages.Readings:
         return readings(self._device, self._models.loaded)
 
 
@@ -233,18 +203,18 @@ def read_job(fields: dict[str, Any], output: int | None = None) -> Job:
 
 def main(address: str) -> None:
     """Answers the host at `address` until it disconnects: a unix socket, or host:port from another machine."""
-    logging.basicConfig(level=logging.WARNING, format=f"[CP rank {rank()}] %(message)s")
+    logging.basicConfig(level=logging.WARNING, format=f"[CP rank {ranks.rank()}] %(message)s")
     key = os.environ.pop(KEY, "")
     channel = Channel.connect(address) if os.path.isabs(address) else TcpChannel.call(address, key)
     die_when(channel.hung_up, _end_torchrun)
-    channel.send(Ready(rank(), os.getpid(), os.environ.pop(TOKEN), PROTOCOL))
+    channel.send(messages.Ready(ranks.rank(), os.getpid(), os.environ.pop(TOKEN), messages.PROTOCOL))
     try:
         welcome, _ = channel.receive()
-        assert isinstance(welcome, Welcome)
+        assert isinstance(welcome, messages.Welcome)
         device = torch.device(welcome.device)
-        join(device, welcome.store, through_main_memory=welcome.through_main_memory)
+        ranks.join(device, welcome.store, through_main_memory=welcome.through_main_memory)
         links.check_links(device)
-        channel.send(Connected())
+        channel.send(messages.Connected())
         worker = Worker(channel, device, *_loops_and_loaders(welcome.comfy, device))
         channel.send(worker.joined())
         if welcome.comfy is not None and welcome.comfy.compiles:
@@ -253,7 +223,7 @@ def main(address: str) -> None:
     except EOFError:
         pass  # the host has disconnected
     except Exception as error:  # the one place where a rank reports its death
-        channel.send(Failed.of(rank(), error))
+        channel.send(messages.Failed.of(ranks.rank(), error))
     # Not a clean exit: destroying the process group waits for peers that may never come.
     os._exit(0)
 

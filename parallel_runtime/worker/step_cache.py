@@ -1,6 +1,5 @@
 """First-block caching: where the first block's residual repeats that of the last step, the other blocks are skipped and
-their last residual is added again. All ranks decide together, by all tokens. Knows no model family and no sampler.
-"""
+their last residual is added again. All ranks decide together, by all tokens. Knows no model family and no sampler."""
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -36,8 +35,7 @@ class StepCache:
     It skips where, for every row of the batch, the first block's residual differs from that of the last full evaluation
     by less than `threshold`, relative to it: mean absolute values over the tokens of all ranks. All rows of all batch
     groups decide together, so the degrees never change what is skipped. What is added to tokens between blocks
-    (as by a ControlNet) is part of the cached residual. Evaluations in which ComfyUI replaces blocks skip nothing.
-    """
+    (as by a ControlNet) is part of the cached residual. Evaluations in which ComfyUI replaces blocks skip nothing."""
 
     def __init__(self, transformer: nn.Module, plan: SplitPlan, mesh: ContextMesh, threshold: float) -> None:
         self.evaluations = 0
@@ -75,8 +73,8 @@ class StepCache:
             self._branch = None
 
     def begin_prediction(self) -> None:
-        """Drops branches that the last prediction did not evaluate, since windows over a video may move in every step.
-        Call it before each prediction of the sampler."""
+        """Drops branches that the last prediction did not evaluate. Call it before each prediction of the sampler."""
+        # Windows over a video may move in every step.
         self._earlier, self._branches = self._branches, {}
 
     @contextmanager

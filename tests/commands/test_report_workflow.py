@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from parallel_runtime.commands.report import main
-from parallel_runtime.commands.report_workflow import summary
+from parallel_runtime.commands.report import main, summary
 from parallel_runtime.errors import Refused
 
 SECRET = "a portrait of my neighbour"

@@ -66,7 +66,7 @@ def expected(tensors: Sequence[Tensor], parts: tuple[int, ...], chunk: int, chun
 def test_heads_are_packed_by_one_cat_of_at_most_four_dims(
     monkeypatch: pytest.MonkeyPatch, layout: str, batch: int, parts: tuple[int, ...], chunk: int
 ) -> None:
-    monkeypatch.setattr(ring_and_ulysses, "all_to_all", lambda send, *_: send)
+    monkeypatch.setattr(ring_and_ulysses.collectives, "all_to_all", lambda send, *_: send)
     monkeypatch.setattr(collectives, "zeros", lambda shape, **options: torch.full(shape, torch.nan, **options))
     tensors = laid_out(layout, batch, TOKENS[1])
     packed = ring_and_ulysses.all_to_all_layout((HEADS,) * 3, parts, TOKENS, 1, batch, DIM, chunk, 2)
@@ -93,13 +93,13 @@ def test_heads_that_come_back_are_in_their_places(layout: str, batch: int) -> No
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_blocks_of_a_ring_are_packed_by_one_cat_of_four_dims(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
     sent: list[Tensor] = []
-    monkeypatch.setattr(ring_and_ulysses, "ring_send_recv", lambda block, *_: sent.append(block))
+    monkeypatch.setattr(ring_and_ulysses.collectives, "ring_send_recv", lambda block, *_: sent.append(block))
 
     def gather(packed: Tensor, *_: Any) -> SimpleNamespace:
         sent.append(packed)
         return SimpleNamespace(wait=lambda: [packed])
 
-    monkeypatch.setattr(ring_and_ulysses, "all_gather_others", gather)
+    monkeypatch.setattr(ring_and_ulysses.collectives, "all_gather_others", gather)
     key, value, _ = laid_out(layout, 2, 7)
     mesh_dim = MeshDim(size=2, index=0, ranks=(0, 1))
     with Packing() as seen:

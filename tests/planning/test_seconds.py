@@ -19,7 +19,7 @@ from parallel_runtime.planning.network_stats import NetworkStats, Work
 from parallel_runtime.planning.resolve import resolve
 from parallel_runtime.planning.run_plan import DeviceProfile, PlanInputs
 from parallel_runtime.planning.seconds import (
-    COST,
+    TWO_WAVES_BYTES,
     attention_seconds,
     evaluation_seconds,
     rotate_method_for,
@@ -173,7 +173,7 @@ def test_images_of_a_group_fill_the_stages_of_its_pipeline_once() -> None:
 
 
 def test_ulysses_is_estimated_with_as_many_waves_as_it_has() -> None:
-    assert COST.two_waves_bytes == MIN_HIDDEN_BYTES
+    assert TWO_WAVES_BYTES == MIN_HIDDEN_BYTES
     slow = replace(NVLINK, bytes_per_second=1e9)
     both = [
         attention_seconds(FLUX.work(1, tokens), Parallelism(ulysses_degree=2), slow) / tokens for tokens in (3600, 3700)

@@ -2,10 +2,7 @@
 
 Knows no plan as a whole: scopes say over which streams the attention that runs now is. To torch.compile it is one
 operator: what it decides by changes while a graph runs. Modules that call attention without transformer_options get
-their names for it wrapped. All networks of a process share them, so a name is restored after the last network.
-"""
-
-from __future__ import annotations
+their names for it wrapped. All networks of a process share them, so a name is restored after the last network."""
 
 import sys
 from collections import Counter
@@ -13,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial, wraps
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -38,8 +34,6 @@ OVERRIDE = "optimized_attention_override"  # ComfyUI's option for one
 _NO_SCOPE = -1  # the index outside of all scopes
 _LOW_PRECISION = "low_precision_attention"  # ComfyUI's word: False where a kernel that quantises would be wrong
 _CALLER_OPTIONS = ("transformer_options", "_inside_attn_wrapper")
-_NAMES = ("optimized_attention", "optimized_attention_masked")
-_SELECTOR = "optimized_attention_for_device"  # which of them
 _ACTIVE: list[Override] = []  # one network at a time runs in a process; what graphs can read
 _USERS: Counter[str] = Counter()  # networks by module whose names are wrapped
 
@@ -82,8 +76,7 @@ class BackendOverride:
 
     `active_scopes` are the indices of the entered scopes, innermost last; `previous` is an override set by a node.
     `preferred` are the functions that the file chose for the attentions that run now, which ComfyUI calls where no node
-    has an override.
-    """
+    has an override."""
 
     def __init__(self, backend: AttentionBackend) -> None:
         self.active_scopes: list[int] = []
@@ -94,18 +87,9 @@ class BackendOverride:
         self._op_id = register(self._graph_function)
 
     def __call__(
-        self,
-        func: Attention,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        heads: int,
-        mask: Tensor | None = None,
-        attn_precision: Any = None,
-        skip_reshape: bool = False,
-        skip_output_reshape: bool = False,
-        **options: Any,
-    ) -> Tensor:
+        self, func: Attention, q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Tensor | None = None,
+        attn_precision: Any = None, skip_reshape: bool = False, skip_output_reshape: bool = False, **options: Any,
+    ) -> Tensor:  # fmt: skip
         if attn_precision is not None:
             options["attn_precision"] = attn_precision
         if self.preferred and self.previous is None:
@@ -151,8 +135,7 @@ class BackendOverride:
         return try_kernel(q, k, v, _four_dims(mask), call.scale, self._backend_for(call))
 
     def _backend_for(self, call: _NativeCall) -> AttentionBackend:
-        """Returns the chosen backend, or FALLBACK where a node's override attends or ComfyUI forbids low precision. The
-        same on all ranks."""
+        """Returns the chosen backend, alike on all ranks; FALLBACK where a node attends or for high precision."""
         backend = self._requested(call)
         kernel = FUNCTIONS.get(backend)
         if kernel is None or not kernel.spec.low_precision or call.options.get(_LOW_PRECISION) is not False:
@@ -164,10 +147,7 @@ class BackendOverride:
         return self._backend if self.previous is None else FALLBACK
 
 
-@cache
-def backend_override(backend: AttentionBackend) -> BackendOverride:
-    """Returns the override of this backend, one for each name."""
-    return BackendOverride(backend)
+backend_override = cache(BackendOverride)  # one for each name: a recording's key has it
 
 
 class AttentionOverride(BackendOverride):
@@ -185,8 +165,7 @@ class AttentionOverride(BackendOverride):
         self._ring_kernel = ""  # what a node's override calls
 
     def begin(self, previous: Override | None) -> None:
-        """Begins a forward, for which a node has set the override `previous`. Wrapped functions use this one until
-        `end`."""
+        """Begins a forward, for which a node has set `previous`. Wrapped functions use this override until `end`."""
         self._ring_kernel = "" if previous is None else ring_backend(attention_called_by(previous))
         if previous is not None and self._mesh.ring.size > 1 and not self._ring_kernel:
             raise self._has_no_lse(previous)
@@ -225,8 +204,11 @@ class AttentionOverride(BackendOverride):
     ) -> Tensor:
         self.split_calls += 1
         self._call = call
-        attend = self._attention(cross, self._backend_for(call))
-        return attend(q, k, v, _four_dims(self._full_mask(mask, scope, q)), call.scale)
+        attend, spec = self._attention(cross, self._backend_for(call)), self._scope_specs[scope]
+        if isinstance(spec, Window):
+            total, width = self._streams.total(spec.streams), int(spec.width)
+            mask = self._streams.cached(("near", total, width), lambda: _window_mask(total, width, q.device))
+        return attend(q, k, v, _four_dims(mask), call.scale)
 
     def _requested(self, call: _NativeCall) -> AttentionBackend:
         """Returns what a node chose, else the widget's backend, or with auto what ComfyUI's flags or the file chose:
@@ -246,14 +228,6 @@ class AttentionOverride(BackendOverride):
     def _has_no_lse(self, attention: Any) -> Refused:
         name = getattr(attention, "__qualname__", type(attention).__qualname__)
         return Refused("ring.node", widget="ring_degree", ring=self._mesh.ring.size, attention=name)
-
-    def _full_mask(self, mask: Tensor | None, scope: int, query: Tensor) -> Tensor | None:
-        """Returns the mask; for a window, the window's mask of all tokens."""
-        kind = self._scope_specs[scope]
-        if not isinstance(kind, Window):
-            return mask
-        total, width = self._streams.total(kind.streams), int(kind.width)
-        return self._streams.cached(("near", total, width), lambda: _window_mask(total, width, query.device))
 
     def _cross(self, scope: int, queries: int, keys: int) -> Cross | None:
         """Returns the streams of an attention with these token counts; None if it is local."""
@@ -305,28 +279,16 @@ def wrap_modules(modules: Sequence[str]) -> Iterator[None]:
     """Wraps the attention functions of these modules within this context."""
     for name in modules:
         _USERS[name] += 1
-        if _USERS[name] == 1:
-            _wrap(sys.modules[name])
+        members = vars(sys.modules[name])
+        for called in members.keys() & _WRAPPERS.keys() if _USERS[name] == 1 else ():
+            members[called] = _WRAPPERS[called](members[called])
     yield
     _ACTIVE.clear()
     for name in modules:
         _USERS[name] -= 1
-        if not _USERS[name]:
-            _unwrap(sys.modules[name])
-
-
-def _wrap(module: ModuleType) -> None:
-    for name in _NAMES:
-        if name in vars(module):
-            setattr(module, name, _with_override(getattr(module, name)))
-    if _SELECTOR in vars(module):
-        setattr(module, _SELECTOR, _select_with_override(getattr(module, _SELECTOR)))
-
-
-def _unwrap(module: ModuleType) -> None:
-    for name in (*_NAMES, _SELECTOR):
-        if name in vars(module):
-            setattr(module, name, getattr(module, name).__wrapped__)
+        members = vars(sys.modules[name])
+        for called in members.keys() & _WRAPPERS.keys() if not _USERS[name] else ():
+            members[called] = members[called].__wrapped__
 
 
 def _select_with_override(function: Callable[..., Callable[..., Tensor]]) -> Callable[..., Callable[..., Tensor]]:
@@ -345,3 +307,10 @@ def _with_override(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return function(*args, **kwargs)
 
     return call_with_override
+
+
+_WRAPPERS: dict[str, Callable[..., Any]] = {
+    "optimized_attention": _with_override,
+    "optimized_attention_masked": _with_override,
+    "optimized_attention_for_device": _select_with_override,  # returns one of both
+}

@@ -12,18 +12,7 @@ from ...specs import Parallelism
 from ..comm.collectives import SCALE_BYTES, Pending, all_gather_v, allocate, from_float8, to_float8
 from ..comm.mesh import ContextMesh
 from ..split.streams import LocalTokens, Streams, chunk_sizes
-from .dispatch import (
-    AttentionKind,
-    MaskKind,
-    attend_block,
-    attend_native,
-    attend_op,
-    choose_kernel,
-    contiguous_by_head,
-    register,
-    repeat_kv,
-    try_kernel,
-)
+from . import dispatch
 from .masks import Mask, gather_key_mask, memory_key, pair_mask, patch_mask
 from .registry import FullAttention
 from .ring_and_ulysses import (
@@ -45,8 +34,7 @@ class AttentionLayout:
     """The sizes and transfers of one attention: computed once a forward, from shapes alone, so the same on all ranks.
 
     `key_counts` are the numbers of key tokens at each ring index. `repeat_keys`: repeat key heads first, so that each
-    query head has its own.
-    """
+    query head has its own."""
 
     queries: LocalTokens
     keys: LocalTokens
@@ -62,20 +50,19 @@ class ContextAttention:
     `fallback` attends where keys are full and no kernel is chosen: [B, tokens, H, D] each and a mask [B, 1 or H,
     1 or queries, keys], once for each of at most `max_chunks` parts of the heads. It gets tokens rank by rank or, for
     a function that depends on their order, `in_order` of the full streams. With PipeFusion ranks may have the tokens of
-    one token patch, and cached keys of the others.
-    """
+    one token patch, and cached keys of the others."""
 
     mesh: ContextMesh
     parallelism: Parallelism
     streams: Streams
     query_streams: tuple[str, ...]
     key_streams: tuple[str, ...]
-    fallback: FullAttention = attend_native
+    fallback: FullAttention = dispatch.attend_native
     max_chunks: int = MAX_HEAD_CHUNKS
     in_order: bool = False
 
     def __post_init__(self) -> None:
-        self._op_id = register(self)
+        self._op_id = dispatch.register(self)
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, scale: float | None = None
@@ -83,10 +70,9 @@ class ContextAttention:
         """Returns the rows of the full attention of this rank's local tokens; tensors are [B, local tokens, H, D].
 
         Keys and values may have fewer heads, each for a group of neighbouring query heads. `mask` is a key-padding
-        mask, see `gather_key_mask`, or a full mask of pairs, see `pair_mask`. Collective over the context ranks.
-        """
+        mask, see `gather_key_mask`, or a full mask of pairs, see `pair_mask`. Collective over the context ranks."""
         if torch.compiler.is_compiling():
-            return attend_op(query, key, value, mask, scale, self._op_id, [])
+            return dispatch.attend_op(query, key, value, mask, scale, self._op_id, [])
         return self._run(query, key, value, mask, scale)
 
     def _run(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
@@ -103,7 +89,12 @@ class ContextAttention:
     def _make_layout(self, query: Tensor, key: Tensor) -> AttentionLayout:
         """Takes [B, local tokens, H, D]; raises Refused for other token counts."""
         queries, keys = map(self.streams.local_tokens, (self.query_streams, self.key_streams))
-        self._check(query, key, queries.size, keys.size)
+        if (query.shape[1], key.shape[1]) != (queries.size, keys.size):
+            over, got = f"{self.query_streams} over {self.key_streams}", f"{query.shape[1]} and {key.shape[1]}"
+            expected = f"{queries.size} queries and {keys.size} keys"
+            raise Unsplittable(f"attention of {over} expects {expected} on this rank, got {got}")
+        if query.shape[2] % key.shape[2]:
+            raise Unsplittable(f"{query.shape[2]} query heads cannot be grouped under {key.shape[2]} key heads")
         ranks, heads, key_heads = self.mesh.ulysses.size, query.shape[2], key.shape[2]
         by_rank = chunk_sizes(heads, self.mesh.ulysses.parts)
         repeat = any(local % (heads // key_heads) for local in by_rank)  # a rank's query heads need a part of a group
@@ -122,13 +113,6 @@ class ContextAttention:
             repeat_keys=repeat,
             head_chunks=chunks,
         )
-
-    def _check(self, query: Tensor, key: Tensor, queries: int, keys: int) -> None:
-        if query.shape[1] != queries or key.shape[1] != keys:
-            over, got = f"{self.query_streams} over {self.key_streams}", f"{query.shape[1]} and {key.shape[1]}"
-            raise Unsplittable(f"attention of {over} expects {queries} queries and {keys} keys on this rank, got {got}")
-        if query.shape[2] % key.shape[2]:
-            raise Unsplittable(f"{query.shape[2]} query heads cannot be grouped under {key.shape[2]} key heads")
 
     def _gather_replicated(self, chunk: Tensor, length: int) -> Tensor:
         """Gathers [B, local tokens, H, D] of every rank to [B, `length`, H, D] on each."""
@@ -156,7 +140,7 @@ class ContextAttention:
     ) -> Tensor:
         """Exchanges tokens for heads in an all-to-all, attends on the local heads, and exchanges the outputs back."""
         if layout.repeat_keys:
-            key, value = repeat_kv(key, query.shape[2]), repeat_kv(value, query.shape[2])
+            key, value = dispatch.repeat_kv(key, query.shape[2]), dispatch.repeat_kv(value, query.shape[2])
         float8, dtype = self.parallelism.options.sends_float8, query.dtype
         if float8:
             query, key, value = map(to_float8, (query, key, value))
@@ -202,20 +186,19 @@ class ContextAttention:
         self, layout: AttentionLayout, scale: float | None, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None
     ) -> Tensor:
         """Attends `query` [B, Sq, heads, D] over the ring, of which `key` and `value` are this rank's block."""
-        query = contiguous_by_head(query)
+        query = dispatch.contiguous_by_head(query)
         if (pipefusion := self.streams.pipefusion) is not None:
-            positions = self.streams.cached(
-                ("places", self.key_streams), lambda: self.streams.global_positions(self.key_streams, key.device)
-            )
-            key, value = pipefusion.update_kv(key, value, positions, self.streams.total(self.key_streams))
+            positions, total = self._places(self.key_streams, key.device), self.streams.total(self.key_streams)
+            key, value = pipefusion.update_kv(key, value, positions, total)
         if self.mesh.ring.size > 1:
             return self._attend_ring(layout, scale, query, key, value, mask)
         own_mask = None if mask is None else mask.block(0, key.shape[1])
         backend = self._kernel(query, layout, None if mask is None else mask.kind)
+        # Not before the kernel is chosen: ranks do that together, those without queries too.
         if query.numel() == 0:
             return allocate(query.shape, query)
-        key, value = contiguous_by_head(key), contiguous_by_head(value)
-        out = try_kernel(query, key, value, own_mask, scale, backend)
+        key, value = dispatch.contiguous_by_head(key), dispatch.contiguous_by_head(value)
+        out = dispatch.try_kernel(query, key, value, own_mask, scale, backend)
         if out is not None:
             return out
         if not self.in_order or not self._has_all_tokens or len(self.query_streams + self.key_streams) == 2:
@@ -251,17 +234,17 @@ class ContextAttention:
                 if all(mask.hides(*span) for span in spans):
                     continue
                 bias = mask.bias(spans, query.dtype)
-            merge.add(*attend_block(query, k, v, bias, scale, backend))
+            merge.add(*dispatch.attend_block(query, k, v, bias, scale, backend))
         return merge.result(query, None if mask is None else mask.fully_masked())
 
-    def _kernel(self, query: Tensor, layout: AttentionLayout, mask: MaskKind | None) -> AttentionBackend:
+    def _kernel(self, query: Tensor, layout: AttentionLayout, mask: dispatch.MaskKind | None) -> AttentionBackend:
         """Returns the kernel for this layout and kind of mask, chosen once a forward."""
 
         def choose() -> AttentionBackend:
             options = self.parallelism.options
-            kind = AttentionKind(query.shape[3], query.dtype, self.mesh.ring.size > 1, mask)
+            kind = dispatch.AttentionKind(query.shape[3], query.dtype, self.mesh.ring.size > 1, mask)
             recorded = options.cuda_graphs != "off"
-            return choose_kernel(options.attention_backend, query, kind, self.mesh.context, recorded)
+            return dispatch.choose_kernel(options.attention_backend, query, kind, self.mesh.context, recorded)
 
         return self.streams.cached((layout, "kernel", mask), choose)
 

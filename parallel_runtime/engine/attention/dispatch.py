@@ -4,11 +4,7 @@
 Tensors are [batch, tokens, heads, head_dim], of any strides with a contiguous last dim; keys and values may have fewer
 heads, each for a group of neighbouring query heads. The kernel is the requested one, else the first row of KERNELS that
 auto takes on these GPUs. Every rank must have it, and compute correctly with it in one small attention; all choose the
-same. Nothing is timed: at every start the same GPUs choose the same kernel, and give the same bits. To torch.compile
-any attention is one operator, `attend_op`.
-"""
-
-from __future__ import annotations
+same. To torch.compile any attention is one operator, `attend_op`."""
 
 import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -47,14 +43,9 @@ def register(attend: Attend) -> int:
 
 @torch.library.custom_op("context_parallel::attend", mutates_args=(), tags=_TAGS)
 def attend_op(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scale: float | None,
-    op_id: int,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, op_id: int,
     extra: Sequence[int],
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Calls the attention function with this id; it is given the numbers `extra` too."""
     return _REGISTERED[op_id](query, key, value, mask, scale, *extra).contiguous()
 
@@ -92,8 +83,7 @@ def check_backend(backend: AttentionBackend, device: torch.device) -> None:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, backend: AttentionBackend
 ) -> Tensor:
-    """Attends with `mask` [B, 1 or H, 1 or Sq, Sk], bool or additive. Calls that `backend` does not support go to
-    PyTorch's own choice, as with "native"."""
+    """Attends with `mask` [B, 1 or H, 1 or Sq, Sk], bool or additive; as "native" where `backend` cannot."""
     if torch.compiler.is_compiling() and backend in FUNCTIONS:
         return attend_op(query, key, value, mask, scale, _OP_IDS[backend], [])
     out = try_kernel(query, key, value, mask, scale, backend)
@@ -132,8 +122,7 @@ def attend_block(
     """Attends over one block of keys: returns the output [B, Sq, H, D] and its log-sum-exp [B, Sq, H, 1], float32.
 
     `bias` is [B, 1 or H, 1 or Sq, Sk], finite (see `masks.additive`). Where it hides the whole block the output is
-    finite and its log-sum-exp hugely negative. What `backend` has no kernel for goes where it would with "native".
-    """
+    finite and its log-sum-exp hugely negative. What `backend` has no kernel for goes where it would with "native"."""
     key, value = repeat_kv(key, query.shape[2]), repeat_kv(value, query.shape[2])
     if (kernel := FUNCTIONS.get(backend)) is not None:
         result = _try(
@@ -159,8 +148,7 @@ def repeat_kv(tensor: Tensor, heads: int) -> Tensor:
 
 
 def contiguous_by_head(tensor: Tensor) -> Tensor:
-    """Returns many tokens on the CPU with those of each head side by side: its kernel reads them again and again, by
-    heads."""
+    """Returns many tokens on the CPU with each head's side by side: its kernel reads them by heads, again and again."""
     if tensor.device.type != "cpu" or tensor.shape[1] < _MIN_CONTIGUOUS_TOKENS:
         return tensor
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
@@ -171,12 +159,10 @@ def warn_once(backend: str, reason: str) -> None:
     """Logs on rank 0 that a backend is not used for some calls."""
     if dist.is_initialized() and dist.get_rank() > 0:
         return
-    log.warning(
-        "[CP] attention_backend %s has no kernel for some calls: %s. Only these calls use the kernel that auto "
-        "would choose",
-        backend,
-        reason,
+    words = (
+        "[CP] attention_backend %s has no kernel for some calls: %s. Only these use the kernel that auto would choose"
     )
+    log.warning(words, backend, reason)
 
 
 def _call_key(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Hashable, ...]:
@@ -215,8 +201,7 @@ def _by_matmul(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: floa
     """Attends without a kernel that returns a log-sum-exp, by matrix products by chunks of queries, in float32."""
     query, key, value = heads_first(q, k, v)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    outs, sums = [], []
-    start = 0
+    outs, sums, start = list[Tensor](), list[Tensor](), 0
     for chunk in query.split(_CHUNK, dim=2):
         scores = (chunk.float() * scale) @ key.float().transpose(-1, -2)
         if bias is not None:
@@ -264,6 +249,7 @@ def choose_kernel(
     graph. Collective over `mesh_dim` for a new kind."""
     if backend in ("native", FALLBACK):
         return backend
+    # None is timed: at every start the same GPUs choose the same kernel, and give the same bits.
     for name in _candidates(backend, query.device, recorded):
         if _works_on_all(name, query, kind, mesh_dim, requested=name == backend):
             return name
@@ -305,8 +291,8 @@ def _is_for(name: str, query: Tensor, requested: bool) -> bool:
 
 
 def _is_accurate(name: str, kind: AttentionKind, device: torch.device, requested: bool) -> bool:
-    """Compares some rows of a small attention, and their log-sum-exp for a ring, with float32: some versions of some
-    kernels compute something else, or have nothing for a kind of call."""
+    """Compares some rows of a small attention, and their log-sum-exp for a ring, with float32."""
+    # Some versions of some kernels compute something else, or have nothing for a kind of call.
     kernel, (q, k, v, mask) = FUNCTIONS[name], _random_inputs(kind, device)
     try:
         if kernel.unsupported_reason(q, k, v, mask, with_lse=kind.blocks):

@@ -2,8 +2,7 @@
 
 A block is given such a function, has it as a method, or calls torch's. After an all-to-all a rank has every token of
 its heads, as one process has of all heads, so the function is called once and as it is: with the masks, segments and
-kept keys that it closes over. With more ranks than heads, a rank without heads calls it with one head of zeros.
-"""
+kept keys that it closes over. With more ranks than heads, a rank without heads calls it with one head of zeros."""
 
 from collections.abc import Callable
 from functools import partial
@@ -114,6 +113,7 @@ class HeadAttention:
         attention = self._attention(spec.streams or self._streams.call_streams)
         q, k, v = (by_heads(x, size, spec.heads_first and four) for x in (query, key, value))
         out = attention(q, k, v)
+        # A rank without heads has called nothing yet, and has to know the shape that the function returns.
         if not own:
             streams = attention.query_streams, attention.key_streams, attention.key_streams
             call(*(query.new_zeros(len(q), self._streams.total(names), 1, size) for names in streams))

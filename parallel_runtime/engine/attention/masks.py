@@ -24,8 +24,7 @@ class Mask:
     keys], bool or additive float, keys in context order.
 
     What layers ask for repeatedly is cached. `kind` is the same on all ranks, however few heads and
-    queries one has.
-    """
+    queries one has."""
 
     def __init__(self, pairs: Tensor, kind: MaskKind) -> None:
         self.pairs = pairs
@@ -33,8 +32,7 @@ class Mask:
         self._cache: dict[Hashable, Any] = {}
 
     def block(self, start: int, size: int) -> Tensor:
-        """Returns [1 or B, 1 or heads, 1 or queries, size] of the keys from `start` on, as scaled_dot_product_attention
-        takes it."""
+        """Returns [1 or B, 1 or heads, 1 or queries, size] of the keys from `start` on, for PyTorch's attention."""
         return self._cached(("block", start, size), lambda: self.pairs[..., start : start + size].contiguous())
 
     def bias(self, spans: Spans, dtype: torch.dtype) -> Tensor:
@@ -49,8 +47,7 @@ class Mask:
         return self._cached(("heads", start, size), lambda: Mask(self.pairs[:, start : start + size], self.kind))
 
     def fully_masked(self) -> Tensor:
-        """Returns [1 or B, 1 or queries, 1 or heads, 1]: True where a query has no key at all; then its output is
-        zero."""
+        """Returns [1 or B, 1 or queries, 1 or heads, 1]: True where a query has no key, so that its output is zero."""
 
         def find() -> Tensor:
             seen = self.pairs if self.pairs.dtype == torch.bool else self.pairs > -torch.inf
@@ -59,8 +56,8 @@ class Mask:
         return self._cached("fully masked", find)
 
     def hides(self, start: int, size: int) -> bool:
-        """Returns whether it is known that no query sees these keys. Only masks on the CPU are checked: on a GPU a
-        fully hidden block merges with weight 0 anyway, and to look would wait for the device."""
+        """Returns whether it is known that no query sees these keys."""
+        # On a GPU a fully hidden block merges with weight 0 anyway, and to look would wait for the device.
         if self.pairs.device.type != "cpu" or self.pairs.dtype != torch.bool:
             return False
         return self._cached(("hides", start, size), lambda: not self.pairs[..., start : start + size].any().item())
@@ -72,8 +69,7 @@ class Mask:
 
 
 def _pair(pairs: Tensor, *, of_queries: bool = True) -> Mask:
-    """Returns a mask of `pairs`; `of_queries`: it differs between the queries of this rank's Ulysses group. Numbers
-    attend where they are not zero."""
+    """Returns a mask of `pairs`, which differ between this rank's queries if `of_queries`. Numbers but 0 attend."""
     if not pairs.is_floating_point() and pairs.dtype != torch.bool:
         pairs = pairs != 0
     return Mask(pairs, (pairs.dtype, pairs.shape[0] > 1, pairs.shape[1] > 1, of_queries))
@@ -97,8 +93,7 @@ def gather_key_mask(mask: Tensor, batch: int, heads: int, streams: Streams, name
 
     `mask` is [B, S] bool or int (non-zero: attend), [B, S] additive float, or [B, 1 or heads, 1, S] of either; `names`
     are the attention's streams, in the order in which its keys are concatenated. Raises Refused for masks that differ
-    between queries: a rank sees only its own.
-    """
+    between queries: a rank sees only its own."""
     keys = _tokens_first(mask, batch, heads)
     sizes, total = streams.tokens_by_rank(names), streams.total(names)
     local = sizes[mesh_dim.index]
@@ -114,9 +109,9 @@ def gather_key_mask(mask: Tensor, batch: int, heads: int, streams: Streams, name
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns `mask` as a finite bias. What would be minus infinity in `dtype` becomes a huge negative number, so that
-    a block whose keys are all masked has a log-sum-exp that vanishes in the merge; with -inf itself kernels return 0
-    there, or NaN."""
+    """Returns `mask` as a finite bias, with a huge negative number for -inf."""
+    # So that a block whose keys are all masked has a log-sum-exp that vanishes in the merge. With -inf itself kernels
+    # return 0 there, or NaN.
     floor = torch.finfo(dtype).min / 2
     if mask.dtype == torch.bool:
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, floor)
@@ -144,8 +139,7 @@ def pair_mask(mask: Tensor, streams: Streams, queries: Names, keys: Names, mesh:
 
 
 def patch_mask(mask: Tensor, batch: int, heads: int, streams: Streams, queries: Names, keys: Names) -> Mask:
-    """Returns the part for the current token patch's queries of a mask of all queries and all keys, in the streams'
-    order."""
+    """Returns the current token patch's rows of a mask of all queries and all keys, in the streams' order."""
     pairs = mask.ndim == 4 and mask.shape[2] > 1
     if mask.shape[-1] != streams.total(keys) or (pairs and mask.shape[2] != streams.total(queries)):
         raise Unsplittable(f"a mask of {list(mask.shape)} is of a patch of {streams.total(keys)} keys", "patches")

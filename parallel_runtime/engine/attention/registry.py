@@ -1,6 +1,5 @@
 """The function of every kernel in accelerators.KERNELS, as PyTorch and the packages of that table have it. Knows no
-ranks and no other way to attend.
-"""
+ranks and no other way to attend."""
 
 import importlib
 from collections.abc import Callable
@@ -74,8 +73,7 @@ class KernelFunction:
     def unsupported_reason(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, with_lse: bool = False
     ) -> str:
-        """Returns why the kernel does not support these, `with_lse` with their log-sum-exp; "" if no reason is
-        known."""
+        """Returns why the kernel does not take these, `with_lse` with their log-sum-exp; "" if no reason is known."""
         if with_lse and not self.spec.log_sum_exp:
             return "it gives no log-sum-exp"
         if with_lse and mask is not None:
@@ -97,8 +95,7 @@ def package_missing_reason(package: str, function: str = "") -> str:
 
 @cache
 def _imported(package: str) -> Any:
-    """Returns the package, or why there is none. Wheels that were built for another PyTorch raise any of
-    these."""
+    """Returns the package, or why there is none. Wheels built for another PyTorch raise any of these errors."""
     try:
         module = importlib.import_module(package)
     except (ImportError, OSError, RuntimeError) as error:

@@ -8,8 +8,7 @@ one shape and dtype. Both are packed by `cat` in 4 dims, which is one kernel on 
 
 Ulysses is one all-to-all each way, over chunks and counts of any size. On the wire tokens come first, and what belongs
 to one token lies together, [tokens, batch, heads, head_dim]: what arrives from all ranks is then one tensor, whatever
-each had, and needs no copy.
-"""
+each had, and needs no copy."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,16 +20,8 @@ import torch
 from torch import Tensor
 
 from ...request import EngineOptions
-from ..comm.collectives import (
-    Pending,
-    all_gather_others,
-    all_to_all,
-    allocate,
-    allocate_scratch,
-    from_float8,
-    ring_send_recv,
-    to_float8,
-)
+from ..comm import collectives
+from ..comm.collectives import Pending
 from ..comm.mesh import ContextMesh, MeshDim, Parts
 from ..split.streams import SCRATCH_CACHE_BYTES, Streams, chunk_range, chunk_sizes
 
@@ -38,8 +29,7 @@ MAX_PENDING_BLOCKS = 8  # blocks that are merged at once; more would take more m
 
 
 class Merge:
-    """Attention over the blocks added so far. Blocks wait until there are several, or no more: then their outputs are
-    read once each, into one sum."""
+    """Attention over the blocks added so far. Blocks wait until there are several, to be read once each."""
 
     def __init__(self, *, in_float32: bool) -> None:
         self._in_float32 = in_float32
@@ -47,8 +37,7 @@ class Merge:
         self._lses: list[Tensor] = []
 
     def add(self, out: Tensor, lse: Tensor) -> None:
-        """Adds a block's output [B, Sq, H, D] and log-sum-exp [B, Sq, H, 1], which must be finite. Keeps both, and may
-        write into them."""
+        """Adds a block's finite output [B, Sq, H, D] and log-sum-exp [B, Sq, H, 1]. May write into both."""
         if len(self._outs) == MAX_PENDING_BLOCKS:
             weights, lse_of_all = self._weights(), torch.logsumexp(torch.stack(self._lses), 0)
             self._outs, self._lses = [self._sum(self._outs, weights)], [lse_of_all]
@@ -58,7 +47,7 @@ class Merge:
     def result(self, query: Tensor, fully_masked: Tensor | None) -> Tensor:
         """Returns [B, Sq, H, D] in the query's dtype: zero where nothing was added, or where `fully_masked` is set."""
         if not self._outs:
-            return allocate(query.shape, query).zero_()
+            return collectives.allocate(query.shape, query).zero_()
         out = self._merged(query)
         return out if fully_masked is None else out.masked_fill_(fully_masked, 0.0)
 
@@ -73,7 +62,7 @@ class Merge:
         summed = self._sum(self._outs[:-1], weights)
         if summed.dtype == query.dtype:
             return summed.addcmul_(self._outs[-1], last)
-        out = allocate(query.shape, query)  # rounded as it is written
+        out = collectives.allocate(query.shape, query)  # rounded as it is written
         return torch.addcmul(summed, self._outs[-1], last, out=out)
 
     def _weights(self) -> list[Tensor]:
@@ -97,18 +86,18 @@ Slot = tuple[int, Tensor, Block]  # a block during rotation: its owner, its mess
 def exchange(
     block: Block, key_counts: Sequence[int], mesh_dim: MeshDim, streams: Streams, options: EngineOptions
 ) -> Iterator[tuple[Owners, Block]]:
-    """Yields (owners' indices, keys and values) of the rank's own block, from its original memory, then of the others,
-    which are sent as these options say."""
-    key, value = map(to_float8, block) if options.sends_float8 else block
+    """Yields (owners' indices, keys and values) of this rank's block, then of the others, sent as options say."""
+    key, value = map(collectives.to_float8, block) if options.sends_float8 else block
     if options.rotate_method == "allgather":
         blocks = all_gather_blocks((key, value), key_counts, mesh_dim)
     else:
         blocks = rotate((key, value), key_counts, mesh_dim, streams)
     for number, (owners, (key, value)) in enumerate(blocks):
+        # This rank's own block has not travelled, and is exact.
         if number == 0:
             yield owners, block
         elif options.sends_float8:
-            yield owners, (from_float8(key, block[0].dtype), from_float8(value, block[1].dtype))
+            yield owners, (collectives.from_float8(key, block[0].dtype), collectives.from_float8(value, block[1].dtype))
         else:
             yield owners, (key, value)
 
@@ -119,22 +108,19 @@ def rotate(
     """Yields (owner's index, keys and values): blocks travel from rank to rank, one hop while the caller computes.
 
     mesh_dim.size - 1 hops. Ask for the next block only after launching all work on the last one. With `streams` the
-    next layer's messages get the same memory, unless they are large.
-    """
+    next layer's messages get the same memory, unless they are large."""
     slots = _slots(block[0], key_counts, mesh_dim, streams)
+    # A copy, to be sent: attention reads the local block from its original memory.
     torch.cat(block, out=slots[0][1].flatten(0, 1))
     for step, (owner, packed, received) in enumerate(slots):
-        pending = ring_send_recv(packed, slots[step + 1][1], mesh_dim) if step + 1 < mesh_dim.size else None
+        pending = collectives.ring_send_recv(packed, slots[step + 1][1], mesh_dim) if step + 1 < mesh_dim.size else None
         yield (owner,), received if step else block
         if pending is not None:
             pending.wait()
 
 
 def _slots(key: Tensor, key_counts: Sequence[int], mesh_dim: MeshDim, streams: Streams | None) -> list[Slot]:
-    """Returns the slot of each block in turn, the local one first; they alternate between two of the largest size.
-
-    The local block is copied there to be sent; attention reads it from its original memory.
-    """
+    """Returns the slot of each block in turn, the local one first; they alternate between two of the largest size."""
     batch, _, heads, dim = key.shape
     shapes = [(2, batch, count, heads, dim) for count in key_counts]
     largest = max(map(prod, shapes))
@@ -148,15 +134,15 @@ def _slots(key: Tensor, key_counts: Sequence[int], mesh_dim: MeshDim, streams: S
         return slots
 
     if streams is None or largest * key.element_size() > SCRATCH_CACHE_BYTES:
-        return make(allocate)
+        return make(collectives.allocate)
     kind = ("ring slots", key_counts, key.shape, key.dtype, torch.is_inference_mode_enabled())
-    return streams.cached(kind, lambda: make(allocate_scratch))
+    return streams.cached(kind, lambda: make(collectives.allocate_scratch))
 
 
 def all_gather_blocks(block: Block, key_counts: Sequence[int], mesh_dim: MeshDim) -> Iterator[tuple[Owners, Block]]:
     """Yields the local block, then all others as one, gathered meanwhile. Extra memory: all keys and values."""
     packed = torch.cat([tensor.transpose(0, 1) for tensor in block], dim=2)
-    pending = all_gather_others(packed, key_counts, mesh_dim)
+    pending = collectives.all_gather_others(packed, key_counts, mesh_dim)
     yield (mesh_dim.index,), block
     (other_blocks,) = pending.wait()
     key, value = other_blocks.transpose(0, 1).chunk(2, 2)
@@ -169,7 +155,8 @@ MAX_HEAD_CHUNKS = 2  # at most: more would make kernels too small
 # launches once more, some 60 us; 32 MiB travel for 100 us at NVLink's speed.
 MIN_HIDDEN_BYTES = 32 << 20
 
-TokensByRank = tuple[tuple[int, ...], tuple[int, ...]]  # tokens of each context rank: of the queries, of the keys
+Counts = tuple[int, ...]
+TokensByRank = tuple[Counts, Counts]  # tokens of each context rank: of the queries, of the keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,17 +188,16 @@ class AllToAllLayout:
 
     `runs` are of every tensor; `tokens` are each rank's, `heads` this rank's of each tensor. Elements are counted
     for each peer: `by_heads` are what this rank's tokens have for it, `by_tokens` what its own have for this rank.
-    `even`: all counts of all ranks are the same, on which every rank must agree.
-    """
+    `even`: all counts of all ranks are the same, on which every rank must agree."""
 
     runs: tuple[tuple[HeadRun, ...], ...]
-    heads: tuple[int, ...]
-    tokens: tuple[int, ...]
+    heads: Counts
+    tokens: Counts
     index: int
     batch: int
     dim: int
-    by_heads: tuple[int, ...]
-    by_tokens: tuple[int, ...]
+    by_heads: Counts
+    by_tokens: Counts
     even: bool
 
     @property
@@ -220,8 +206,7 @@ class AllToAllLayout:
         return (None, None) if self.even else (list(self.by_heads), list(self.by_tokens))
 
     def segments(self, flat: Tensor, *, joined: bool) -> list[tuple[tuple[HeadRun, ...], Tensor]]:
-        """Returns each run of every tensor with its part [ranks, own tokens, B, heads, D] of what is split by tokens,
-        in the dims of `HeadRun.of`."""
+        """Returns every tensor's runs, each with its part [ranks, own tokens, B, heads, D] as by `HeadRun.of`."""
         own, start, parts = self.tokens[self.index], 0, []
         for runs in zip(*self.runs, strict=True):
             ranks, heads = runs[0].ranks, sum(run.count for run in runs)
@@ -236,33 +221,20 @@ class AllToAllLayout:
 
 @lru_cache(maxsize=1024)
 def all_to_all_layout(
-    heads: tuple[int, ...],
-    parts: Parts,
-    tokens: tuple[int, ...],
-    index: int,
-    batch: int,
-    dim: int,
-    chunk: int,
-    chunk_count: int,
+    heads: Counts, parts: Parts, tokens: Counts, index: int, batch: int, dim: int, chunk: int, chunk_count: int
 ) -> AllToAllLayout:
-    """Returns the layout for tensors of `heads` each in part `chunk` of `chunk_count`. Ranks have the same multiple of
-    each tensor's heads."""
+    """Returns the layout of part `chunk` of tensors of `heads` each, of which ranks have the same multiples."""
     runs = tuple(_runs(count, parts, chunk, chunk_count) for count in heads)
     assert len({tuple(run.ranks for run in of_tensor) for of_tensor in runs}) == 1
     counts = [[run.count for run in of_tensor for _ in range(run.ranks)] for of_tensor in runs]
     by_rank = [sum(of_rank) for of_rank in zip(*counts, strict=True)]
     own = tuple(of_tensor[index] for of_tensor in counts)
+    by_heads = tuple(tokens[index] * batch * count * dim for count in by_rank)
+    by_tokens = tuple(size * batch * sum(own) * dim for size in tokens)
     return AllToAllLayout(
-        runs=runs,
-        heads=own,
-        tokens=tokens,
-        index=index,
-        batch=batch,
-        dim=dim,
-        by_heads=tuple(tokens[index] * batch * count * dim for count in by_rank),
-        by_tokens=tuple(size * batch * sum(own) * dim for size in tokens),
+        runs=runs, heads=own, tokens=tokens, index=index, batch=batch, dim=dim, by_heads=by_heads, by_tokens=by_tokens,
         even=len(set(tokens)) == len(set(by_rank)) == 1,
-    )
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,8 +242,7 @@ class HeadChunk:
     """Heads that are sent and attended to together; `first` is the first of this rank's query heads in it.
 
     `outbound` is one layout for queries, keys and values, or, where keys are other tokens, one for queries and one for
-    keys and values; `inbound` is that of the output.
-    """
+    keys and values; `inbound` is that of the output."""
 
     number: int
     first: int
@@ -280,17 +251,11 @@ class HeadChunk:
 
 
 def head_chunks(
-    mesh: ContextMesh,
-    query: Tensor,
-    heads: tuple[int, int],
-    tokens_by_rank: TokensByRank,
-    same_tokens: bool,
-    max_chunks: int = MAX_HEAD_CHUNKS,
-    added: int = 0,
-) -> tuple[HeadChunk, ...]:
+    mesh: ContextMesh, query: Tensor, heads: tuple[int, int], tokens_by_rank: TokensByRank, same_tokens: bool,
+    max_chunks: int = MAX_HEAD_CHUNKS, added: int = 0,
+) -> tuple[HeadChunk, ...]:  # fmt: skip
     """Returns the head chunks, at most `max_chunks`, of queries [B, tokens, H, D] with `heads` heads, its own and the
-    keys'; `same_tokens`: both are of the same tokens; D and `added` elements travel. Returns () without Ulysses
-    ranks."""
+    keys'; `same_tokens`: both are of the same tokens; D and `added` elements travel. () without Ulysses ranks."""
     mesh_dim, first = mesh.ulysses, mesh.ring.index * mesh.ulysses.size
     if mesh_dim.size == 1:
         return ()
@@ -300,20 +265,17 @@ def head_chunks(
     number = min(max_chunks, _chunk_count(query, heads, tokens_by_rank, mesh_dim.parts))
     start, own = chunk_range(heads[0], mesh_dim.parts, mesh_dim.index)
 
-    def packed(heads: tuple[int, ...], tokens: tuple[int, ...], chunk: int) -> AllToAllLayout:
-        return all_to_all_layout(
-            heads, mesh_dim.parts, tokens, mesh_dim.index, query.shape[0], query.shape[3] + added, chunk, number
-        )
+    batch, dim = query.shape[0], query.shape[3] + added
 
-    return tuple(
-        HeadChunk(
-            number=chunk,
-            first=start + chunk_range(own, number, chunk)[0],
-            outbound=tuple(packed(*each, chunk) for each in outbound),
-            inbound=packed(of_queries, queries, chunk),
-        )
-        for chunk in range(number)
-    )
+    def packed(heads: Counts, tokens: Counts, chunk: int) -> AllToAllLayout:
+        return all_to_all_layout(heads, mesh_dim.parts, tokens, mesh_dim.index, batch, dim, chunk, number)
+
+    chunks = []
+    for chunk in range(number):
+        sent, returned = tuple(packed(*each, chunk) for each in outbound), packed(of_queries, queries, chunk)
+        first = start + chunk_range(own, number, chunk)[0]
+        chunks.append(HeadChunk(number=chunk, first=first, outbound=sent, inbound=returned))
+    return tuple(chunks)
 
 
 def _chunk_count(query: Tensor, heads: tuple[int, int], tokens_by_rank: TokensByRank, parts: Parts) -> int:
@@ -336,7 +298,7 @@ def to_heads(
         parts = [run.of(tensor, joined=joined) for run, tensor in zip(runs, tensors, strict=True)]
         _pack(parts, segment, dim=-1 if joined else -2)
     received = streams.scratch(("receive", use), (sum(layout.by_tokens),), tensors[0])
-    return all_to_all(send, received, *layout.counts, mesh_dim)
+    return collectives.all_to_all(send, received, *layout.counts, mesh_dim)
 
 
 def split_received(received: Tensor, layout: AllToAllLayout) -> tuple[Tensor, ...]:
@@ -350,7 +312,7 @@ def to_tokens(full: Tensor, layout: AllToAllLayout, mesh_dim: MeshDim, streams: 
     send = full.transpose(0, 1).reshape(-1)
     received = streams.scratch(("return", use), (sum(layout.by_heads),), full)
     by_heads, by_tokens = layout.counts
-    return all_to_all(send, received, by_tokens, by_heads, mesh_dim)
+    return collectives.all_to_all(send, received, by_tokens, by_heads, mesh_dim)
 
 
 def write_returned(returned: Tensor, layout: AllToAllLayout, out: Tensor) -> None:

@@ -6,13 +6,7 @@ CPU tensors: with gloo, tensors on a GPU are staged through the CPU (`MeshDim.co
 
 In float8 tensors have half of the bytes of bfloat16, and are not exact. Each head of a token has a scale of its own,
 which lies behind its numbers: whatever cuts, sends or joins tokens and heads takes it along. Two ranks that are sent
-the same bytes compute the same.
-
-A rank that leaves the loop, or skips blocks, alone leaves the others waiting in a collective forever. So no rank may
-act on what only it has seen (a message, a threshold, a failure) before it has asked by `any_rank` and its kin, which
-gather ints on the CPU. Of quantised layers only nvfp4's need one scale for all ranks: other formats have a scale for
-each token, or one in the file.
-"""
+the same bytes compute the same."""
 
 import sys
 import time
@@ -36,14 +30,13 @@ zeros = torch.zeros
 
 
 def allocate(shape: Sequence[int], like: Tensor, device: torch.device | None = None) -> Tensor:
-    """Returns uninitialised memory of the dtype and device of `like`. All buffers of the engine come from here or
-    from `allocate_scratch`."""
+    """Returns uninitialised memory like `like`. All buffers of the engine come from here or from `allocate_scratch`."""
     return empty(tuple(shape), dtype=like.dtype, device=device or like.device)
 
 
 def allocate_scratch(shape: Sequence[int], like: Tensor) -> Tensor:
-    """Returns zeros of the dtype and device of `like`, for buffers that many layers reuse. Zeros, because a test group
-    that delivers nothing would otherwise time kernels on subnormal numbers."""
+    """Returns zeros of the dtype and device of `like`, for buffers that many layers reuse."""
+    # A test group that delivers nothing would otherwise time kernels on subnormal numbers.
     return zeros(tuple(shape), dtype=like.dtype, device=like.device)
 
 
@@ -52,8 +45,7 @@ class Pending:
     """A transfer under way. Its buffers may not be touched before `wait`, which returns what was received.
 
     The collective writes `recv_buffers`; `wait` copies them to `outputs` where they differ. `group_state` counts the
-    seconds that this process waited. NCCL waits on the device instead, which `comm_timer` measures if it is set.
-    """
+    seconds that this process waited. NCCL waits on the device instead, which `comm_timer` measures if it is set."""
 
     works: Sequence[dist.Work]
     recv_buffers: Sequence[Tensor]
@@ -83,8 +75,7 @@ class Pending:
 def all_to_all(
     send: Tensor, outputs: Tensor, send_counts: list[int] | None, recv_counts: list[int] | None, mesh_dim: MeshDim
 ) -> Pending:
-    """Starts an all-to-all of flat tensors: `send_counts[i]` elements go to rank i, `recv_counts[i]` come back (None:
-    even)."""
+    """Starts an all-to-all of flat tensors; so many elements go to, and come from, each rank (None: even counts)."""
     buffer = _comm_buffer(outputs, mesh_dim)
     options: Any = {"group": mesh_dim.group, "async_op": True}
     work = dist.all_to_all_single(buffer, _to_comm_device(send, mesh_dim), recv_counts, send_counts, **options)
@@ -95,8 +86,7 @@ def all_gather_v(chunk: Tensor, sizes: Sequence[int], mesh_dim: MeshDim) -> Pend
     """Starts an all-gather along dim 0: `chunk` [sizes[index], ...] of every rank makes [sum(sizes), ...], in rank
     order.
 
-    Point to point, straight into place: nothing is padded, and on gloo it is faster than its all-gather.
-    """
+    Point to point, straight into place: nothing is padded, and on gloo it is faster than its all-gather."""
     output = allocate((sum(sizes), *chunk.shape[1:]), chunk)
     return _all_gather_p2p(output, chunk.contiguous(), range(mesh_dim.size), sizes, mesh_dim)
 
@@ -124,6 +114,7 @@ def _all_gather_p2p(
     if mesh_dim.index in buffers:
         buffers[mesh_dim.index].copy_(to_send)
     operations = [_p2p(dist.isend, to_send, peer, mesh_dim) for peer in others]
+    # In the order in which they send to this rank: the one before it does so first.
     operations += [_p2p(dist.irecv, buffers[peer], peer, mesh_dim) for peer in reversed(others)]
     return Pending(_start(operations), [buffer], [output], mesh_dim.group_state)
 
@@ -138,10 +129,8 @@ def send_recv(send_tensors: Mapping[int, Tensor], recv_buffers: Mapping[int, Ten
     """Sends `send_tensors[i]` to rank i of `mesh_dim`, while its tensor arrives in `recv_buffers[i]`; every rank knows
     all sizes beforehand. Returns the buffers, in their order."""
     buffers = [_comm_buffer(tensor, mesh_dim) for tensor in recv_buffers.values()]
-    operations = [
-        _p2p(dist.isend, _to_comm_device(tensor.contiguous(), mesh_dim), peer, mesh_dim)
-        for peer, tensor in send_tensors.items()
-    ]
+    sent = {peer: _to_comm_device(tensor.contiguous(), mesh_dim) for peer, tensor in send_tensors.items()}
+    operations = [_p2p(dist.isend, tensor, peer, mesh_dim) for peer, tensor in sent.items()]
     operations += [_p2p(dist.irecv, buffer, peer, mesh_dim) for peer, buffer in zip(recv_buffers, buffers, strict=True)]
     return Pending(_start(operations), buffers, list(recv_buffers.values()), mesh_dim.group_state)
 
@@ -190,6 +179,10 @@ def from_float8(packed: Tensor, dtype: torch.dtype) -> Tensor:
 
 FINGERPRINT_DIGITS = 15  # in base 16: what fits into an int64
 
+# A rank that leaves the loop, or skips blocks, alone leaves the others waiting in a collective forever. So no rank may
+# act on what only it has seen (a message, a threshold, a failure) before it has asked by these, which gather ints on
+# the CPU.
+
 
 def all_gather_ints(numbers: Sequence[int], dim: MeshDim | None = None) -> list[list[int]]:
     """Returns the `numbers` of each rank of `dim` in order: equally many ints of 63 bits. Collective over `dim`, or
@@ -199,10 +192,8 @@ def all_gather_ints(numbers: Sequence[int], dim: MeshDim | None = None) -> list[
         return [list(numbers)]
     index, ranks = (dist.get_rank(), tuple(range(size))) if dim is None else (dim.index, dim.ranks)
     # Where tensors are on GPUs these waits of the CPU must not count as waits of the device.
-    timed = dim is not None and dim.group_state.waited_seconds is not None
-    cpu_dim = MeshDim(
-        size=size, index=index, ranks=ranks, group_state=dim.group_state if dim and timed else GroupState()
-    )
+    state = GroupState() if dim is None or dim.group_state.waited_seconds is None else dim.group_state
+    cpu_dim = MeshDim(size=size, index=index, ranks=ranks, group_state=state)
     local = torch.tensor([numbers], dtype=torch.int64)
     (by_rank,) = all_gather_into(local.repeat(size, 1), local, [1] * size, cpu_dim).wait()
     return by_rank.tolist()
@@ -219,8 +210,7 @@ def any_rank(flag: bool, dim: MeshDim | None = None) -> bool:
 
 
 def differing_ranks(*parts: str | bytes | Tensor, dim: MeshDim | None = None) -> list[int]:
-    """Returns the ranks whose texts or tensors differ from the first one's in any bit. Collective as
-    `all_gather_ints`."""
+    """Returns the ranks whose texts or tensors differ from rank 0's in any bit. Collective as `all_gather_ints`."""
     digests = all_gather_int(int(fingerprint(*parts)[:FINGERPRINT_DIGITS], 16), dim)
     return [rank for rank, digest in enumerate(digests) if digest != digests[0]]
 
@@ -239,6 +229,7 @@ def refuse_on_all_ranks(dim: MeshDim | None = None) -> Iterator[None]:
 
 
 _ACT = ("input_act", "act_weight", "act_eps")  # arguments of a layer of ComfyUI's
+# Of quantised layers only these need one scale for all ranks: others have one for each token, or one in the file.
 _NVFP4_LAYOUT = "TensorCoreNVFP4Layout"
 _NVFP4_LARGEST = 448.0 * 6.0  # what a block's scale (e4m3) and a code (e2m1) reach: comfy_kitchen's nvfp4.py
 
@@ -248,9 +239,9 @@ def shared_input_scales(network: nn.Module, context: MeshDim) -> Iterator[None]:
     """Within this context every nvfp4 layer without an `input_scale` quantises by the largest input of all `context`
     ranks.
 
-    All ranks must call such a layer equally often, even without tokens. A layer that one rank's GPU cannot multiply in
-    nvfp4 runs in full precision on all ranks, which would otherwise wait for that rank's input.
-    """
+    All ranks must call such a layer equally often, even without tokens."""
+    # One that a rank's GPU cannot multiply in nvfp4 runs in full precision on all ranks, which would otherwise wait for
+    # that rank's input.
     modules = network.modules() if context.size > 1 else ()
     layers: list[Any] = [layer for layer in modules if getattr(layer, "layout_type", None) == _NVFP4_LAYOUT]
     flags = [layer._full_precision_mm for layer in layers]

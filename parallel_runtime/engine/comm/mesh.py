@@ -1,7 +1,6 @@
 """This rank's place among pipeline x data x cfg x ring x ulysses ranks, with the groups to talk to.
 
-Built once, then frozen.
-"""
+Built once, then frozen."""
 
 from __future__ import annotations
 
@@ -45,8 +44,7 @@ class MeshDim:
 
     `comm_device` is where collectives need their tensors if they cannot use this rank's device (None: they can).
     `group_state` is one object for all dimensions of a group. Work along this one is split by `shares`, one a rank; ()
-    for equal parts.
-    """
+    for equal parts."""
 
     size: int = 1
     index: int = 0
@@ -103,12 +101,8 @@ class ContextMesh:
         of_heads = tuple(sum(own[place :: self.ulysses.size]) for place in range(self.ulysses.size))
         each = self.cfg.size * self.context.size
         of_entries = tuple(sum(shares[first : first + each]) for first in range(0, len(shares), each))
-        return replace(
-            self,
-            context=replace(self.context, shares=own),
-            ulysses=replace(self.ulysses, shares=of_heads),
-            data=replace(self.data, shares=of_entries),
-        )
+        context, ulysses = replace(self.context, shares=own), replace(self.ulysses, shares=of_heads)
+        return replace(self, context=context, ulysses=ulysses, data=replace(self.data, shares=of_entries))
 
 
 def build_mesh(
@@ -118,8 +112,7 @@ def build_mesh(
     so far.
 
     Every rank of the group must call it together, once per shape: groups are made here. A world of one rank needs
-    no process group. Raises ValueError when the degrees and the group disagree.
-    """
+    no process group. Raises ValueError when the degrees and the group disagree."""
     single_rank = MeshDim(group_state=group_state or GroupState())
     if parallelism.world_size == 1:
         return ContextMesh(context=single_rank)
@@ -136,6 +129,7 @@ def build_mesh(
         )
     device = device or torch.device("cpu")
     comm_device = comm_device_of(device)
+    # A dim of one rank gets no group: each communicator takes memory of a GPU.
     sizes = {name: size for name, size in zip(MESH_DIMS, parallelism.mesh_shape, strict=True) if size > 1}
     mesh = init_device_mesh((comm_device or device).type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     mesh_dims = {name: mesh_dim_of(mesh[name].get_group(), comm_device, single_rank.group_state) for name in sizes}
@@ -151,10 +145,8 @@ def with_new_group(mesh_dim: MeshDim, device: torch.device) -> MeshDim:
     over the world, in which the ranks of such a mesh dimension are neighbours."""
     if mesh_dim.size == 1:
         return mesh_dim
-    groups = [
-        dist.new_group(list(range(first, first + mesh_dim.size)))
-        for first in range(0, dist.get_world_size(), mesh_dim.size)
-    ]
+    firsts = range(0, dist.get_world_size(), mesh_dim.size)  # every rank makes all groups: new_group is collective
+    groups = [dist.new_group(list(range(first, first + mesh_dim.size))) for first in firsts]
     dim = replace(mesh_dim, group=groups[dist.get_rank() // mesh_dim.size])
     assert tuple(dist.get_process_group_ranks(dim.group)) == mesh_dim.ranks
     _copy_world_timeout(dim, device)
@@ -172,8 +164,7 @@ def participating_ranks(sizes: Sequence[int], device: torch.device) -> MeshDim |
     """Returns the ranks, of the first ones of the world, that have a nonzero size in `sizes`, with these as their
     shares; they compute on `device`. None where this rank is none of them.
 
-    No group is made: point to point, and so in everything in collectives.py, any ranks of the world may talk.
-    """
+    No group is made: point to point, and so in everything in collectives.py, any ranks of the world may talk."""
     ranks = tuple(rank for rank, size in enumerate(sizes) if size)
     own = dist.get_rank() if dist.is_initialized() else 0
     if own not in ranks:
@@ -185,8 +176,7 @@ def participating_ranks(sizes: Sequence[int], device: torch.device) -> MeshDim |
 def _context(
     mesh: DeviceMesh, mesh_dims: Mapping[str, MeshDim], comm_device: torch.device | None, single_rank: MeshDim
 ) -> MeshDim:
-    """Returns the dim of ring and Ulysses together; it has a group of its own only where no other has just these
-    ranks."""
+    """Returns the dim of ring and Ulysses together; it has its own group only where no other has these ranks."""
     parts = [mesh_dims[name] for name in ("ring", "ulysses") if name in mesh_dims]
     if len(parts) < 2:
         return parts[0] if parts else single_rank
@@ -205,22 +195,14 @@ def _copy_world_timeout(mesh_dim: MeshDim, device: torch.device) -> None:
         mesh_dim.group._get_backend(backend_device)._set_default_timeout(timeout)
 
 
-def mesh_dim_of(group: dist.ProcessGroup, comm_device: torch.device | None, group_state: GroupState) -> MeshDim:
+def mesh_dim_of(group: dist.ProcessGroup, comm_device: torch.device | None, state: GroupState) -> MeshDim:
     """Returns the MeshDim of the ranks of `group`."""
-    ranks = tuple(dist.get_process_group_ranks(group))
-    return MeshDim(
-        size=len(ranks),
-        index=dist.get_rank(group),
-        ranks=ranks,
-        group=group,
-        comm_device=comm_device,
-        group_state=group_state,
-    )
+    ranks, index = tuple(dist.get_process_group_ranks(group)), dist.get_rank(group)
+    return MeshDim(size=len(ranks), index=index, ranks=ranks, group=group, comm_device=comm_device, group_state=state)
 
 
 def comm_device_of(device: torch.device) -> torch.device | None:
-    """Returns the `comm_device` of ranks that compute on `device`: gloo moves CPU tensors only, also for ranks that
-    share one GPU."""
+    """Returns the `comm_device` of ranks that compute on `device`: the CPU for gloo, as where they share a GPU."""
     if device.type == "cpu" or not dist.is_initialized():
         return None
     backends = dict(part.split(":") for part in dist.get_backend_config().split(","))

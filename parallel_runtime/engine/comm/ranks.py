@@ -2,8 +2,7 @@
 before it has ended, and free memory, the device's and the machine's.
 
 Ranks meet through a store that the host has made: first the torchruns, whose node ranks are fixed, then the ranks.
-torchrun's own rendezvous of several machines unpickles whatever lies in its store.
-"""
+torchrun's own rendezvous of several machines unpickles whatever lies in its store."""
 
 from __future__ import annotations
 
@@ -36,8 +35,8 @@ RENDEZVOUS = "cp-store"  # as in group/torchrun.py
 
 
 def store_at(place: str, prefix: str) -> Store:
-    """Returns the store at `place`: a private file on one machine, so that no port is opened; host:port on several
-    machines. `prefix` is that of the keys."""
+    """Returns the store at `place`, a file, or host:port on several machines. `prefix` is that of the keys."""
+    # A private file, so that one machine opens no port.
     if os.path.isabs(place):
         return PrefixStore(prefix, FileStore(place))
     host, _, port = place.rpartition(":")
@@ -96,8 +95,7 @@ def join(device: torch.device, store: str, *, through_main_memory: bool) -> None
     share a device.
 
     `store` is a place for `store_at`. With ONE_CARD set ranks that share a GPU use NCCL all the same, through
-    sockets: to try NCCL's code where there is one GPU.
-    """
+    sockets: to try NCCL's code where there is one GPU."""
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index or 0)
     if world_size() == 1:
@@ -109,13 +107,9 @@ def join(device: torch.device, store: str, *, through_main_memory: bool) -> None
         through_main_memory = False
     backend = "cpu:gloo" if through_main_memory else distributed_backends(device.type)
     dist.init_process_group(
-        backend,
-        store=store_at(store, "ranks"),
-        rank=rank(),
-        world_size=world_size(),
-        timeout=COLLECTIVE_TIMEOUT,
+        backend, store=store_at(store, "ranks"), rank=rank(), world_size=world_size(), timeout=COLLECTIVE_TIMEOUT,
         device_id=device if device.type in backend and device.type != "cpu" else None,
-    )
+    )  # fmt: skip
 
 
 def device_kind(device: torch.device) -> str:
@@ -196,16 +190,14 @@ class CommTimer:
 
 
 class LaunchThrottle:
-    """Keeps the host at most one evaluation ahead of its device: otherwise progress and timings are wrong, and a
-    cancel waits for all queued work."""
+    """Keeps the host one evaluation ahead of its device at most: progress is right then, and a cancel quick."""
 
     def __init__(self, make_event: EventFactory) -> None:
         self._make_event = make_event
         self._start: DeviceEvent | None = None
 
     def wait_for_turn(self, on_poll: Callable[[], None]) -> None:
-        """Waits, before each evaluation, until the evaluation before the last has ended, and calls `on_poll`
-        every POLL_SECONDS until then."""
+        """Waits until the evaluation before the last has ended, and calls `on_poll` every POLL_SECONDS until then."""
         event = self._make_event()
         while self._start is not None and not self._start.query():
             on_poll()
@@ -221,8 +213,7 @@ class BlockCounter:
     take minutes, and only this tells it from one that hangs.
 
     The device itself copies its count to main memory. To ask its driver would have to wait while another thread's call
-    does, such as one that pins memory and returns when all work launched before it has ended.
-    """
+    does, such as one that pins memory and returns when all work launched before it has ended."""
 
     def __init__(self, device: torch.device) -> None:
         self._computed = torch.zeros(1, dtype=torch.int64, device=device)
@@ -253,15 +244,13 @@ CGROUP = Path("/sys/fs/cgroup")  # of this container, where it is one
 
 
 def host_free_bytes() -> int:
-    """Returns the bytes of main memory that can be allocated without swapping, or before a container's limit ends the
-    process."""
+    """Returns the bytes of main memory that are free without swapping, and below the limit of a container."""
     meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     return min([int(meminfo["MemAvailable"].split()[0]) << 10, *_free_bytes_of_cgroup()])
 
 
 def _free_bytes_of_cgroup() -> list[int]:
-    """Returns the bytes below the limit of the cgroup (v2, else v1), those of cached files included; nothing without a
-    limit."""
+    """Returns the bytes below the limit of the cgroup (v2, else v1), with those of cached files; [] without a limit."""
     for folder, limit, used in (
         (CGROUP, "memory.max", "memory.current"),
         (CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),

@@ -8,8 +8,7 @@ hooked, so padding in a forward, caches of time chunks and copied blocks are han
 and sends them to rank 0, which blends all of them as one process would. With two equal ranks and three tiles rank 0
 computes tiles 0 and 2, and rank 1 tile 1. Each rank runs the whole method, so that all see the same tiles in the same
 order; where another rank's tile would be needed, a rank other than 0 goes on with a tensor of its shape that has no
-values.
-"""
+values."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -49,8 +48,7 @@ def share_of(x: Tensor, unit: int, ranks: MeshDim) -> Share:
 
 @dataclass(frozen=True)
 class Conversion:
-    """`model.decode` or `model.encode` over ranks that compute on `device`. `on_rows(own, total)` is the context of a
-    run on so many of the rows."""
+    """`model.decode` or `.encode` over ranks that compute on `device`, within `on_rows(own rows, all rows)`."""
 
     model: nn.Module
     method: VAEMethod
@@ -81,8 +79,7 @@ class Conversion:
         this rank only. Collective.
 
         Finds what the mode cannot see of functions that read other rows (indexing, concatenation, products along rows).
-        Returns the relative L2 distance of this rank's rows, for an input like `x`; NaN where they are not finite.
-        """
+        Returns the relative L2 distance of this rank's rows, for an input like `x`; NaN where they are not finite."""
         ranks, dim, unit = full_share.ranks, full_share.dim, x.shape[full_share.dim] // sum(full_share.units)
         total = 2 * ranks.size
         share = Share(ranks=ranks, dim=dim, units=(2,) * ranks.size)
@@ -100,8 +97,7 @@ class Conversion:
 
 
 def _copy_out(output: Tensor, place: Tensor) -> None:
-    """Copies to main memory in the same dtype, and widens it there, a piece at a time: a wide copy would fill the
-    device."""
+    """Copies to main memory, and widens it there, a piece at a time: a wide copy would fill the device."""
     if output.ndim == 4 and place.ndim == 5:  # of one frame, without the dim of time
         output = output.unsqueeze(2)
     if output.shape != place.shape:
@@ -186,16 +182,9 @@ META = torch.device("meta")
 
 
 def run_tiles(
-    model: Any,
-    tiles: Tiles,
-    method: VAEMethod,
-    x: Tensor,
-    ranks: MeshDim,
-    device: torch.device,
-    *,
-    place: Tensor | None = None,
-    tick: Callable[[], None] = lambda: None,
-) -> Tensor:
+    model: Any, tiles: Tiles, method: VAEMethod, x: Tensor, ranks: MeshDim, device: torch.device, *,
+    place: Tensor | None = None, tick: Callable[[], None] = lambda: None,
+) -> Tensor:  # fmt: skip
     """Returns `model.decode(x)` or `model.encode(x)` on rank 0, in `place` where there is one; a tensor without values
     on other ranks. `tick` is called before each tile, on every rank. Collective."""
     compute, owners = getattr(model, getattr(tiles, method)), _owners(ranks.shares or (1,) * ranks.size)

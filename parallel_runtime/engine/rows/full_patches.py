@@ -1,8 +1,7 @@
 """ComfyUI's patches inside a UNet that is split by rows: each sees full tensors and full shapes, and its output is
 split. The attention between two patches of a block is computed in full on every rank.
 
-Knows the kinds of patches by ComfyUI's names, and no single patch.
-"""
+Knows the kinds of patches by ComfyUI's names, and no single patch."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -21,8 +20,7 @@ SELF, CROSS = "attn1", "attn2"
 
 
 class FullPatches:
-    """`undivided` is the context that a patch runs in. `has_full_tokens`: the current attention has all tokens, for a
-    patch."""
+    """Patches run in the context `undivided`. `has_full_tokens`: the current attention has all tokens, for a patch."""
 
     def __init__(self, undivided: Callable[[], AbstractContextManager[None]]) -> None:
         self.has_full_tokens = False
@@ -79,8 +77,7 @@ class FullPatches:
         return tuple(None if x is None else self._split_picture(x, of) for x, of in zip(output, full, strict=True))
 
     def _split_picture(self, output: Tensor, before: Tensor) -> Tensor:
-        """Returns this rank's rows. Raises NoLevel for a picture of another size than before (Deep Shrink): its rows
-        would be of another level or none."""
+        """Returns this rank's rows. Raises NoLevel for a picture of another size than before (Deep Shrink)."""
         if output.shape[-2:] != before.shape[-2:]:
             raise self._no_level("a picture", output.shape)
         return self._levels.split(output)

@@ -1,9 +1,5 @@
 """torch's functions on this rank's rows of a larger tensor: with the neighbours' rows, with all ranks' statistics or
-keys, on these rows only where no other matters, or refused.
-
-A convolution is computed with zeros for the neighbours' rows while these travel; then the rows at an inner edge are
-computed again. No activation is copied for its halo.
-"""
+keys, on these rows only where no other matters, or refused."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,21 +19,15 @@ PIECE_ELEMENTS = 2**22  # 16 MiB in float32, which stay in a GPU's cache
 WIDE = (torch.float32, torch.float64)
 
 Size = int | Sequence[int]
+Given = Tensor | None  # None where a function is called without it
 Function = Callable[..., Tensor]
 FIELDS: dict[str, Function] = {"randn_like": torch.randn, "rand_like": torch.rand}
 
 
 def convolution(
-    share: Share,
-    func: Function,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Size = 1,
-    padding: Any = 0,
-    dilation: Size = 1,
-    groups: int = 1,
-) -> Tensor:
+    share: Share, func: Function, x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Size = 1,
+    padding: Any = 0, dilation: Size = 1, groups: int = 1,
+) -> Tensor:  # fmt: skip
     """Computes torch.nn.functional.conv2d or conv3d."""
     dims = weight.ndim - 2
     if isinstance(padding, str):
@@ -78,16 +68,9 @@ def _check_level(share: Share, y: Tensor, x: Tensor, weight: Tensor, stride: Siz
 
 
 def cudnn_convolution(
-    share: Share,
-    func: Function,
-    x: Tensor,
-    weight: Tensor,
-    padding: Size,
-    stride: Size,
-    dilation: Size,
-    groups: int,
+    share: Share, func: Function, x: Tensor, weight: Tensor, padding: Size, stride: Size, dilation: Size, groups: int,
     **flags: Any,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Computes torch.cudnn_convolution, which ComfyUI calls for 3D convolutions on some versions of cuDNN."""
 
     def plain(
@@ -99,17 +82,9 @@ def cudnn_convolution(
 
 
 def transposed(
-    share: Share,
-    func: Function,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Size = 1,
-    padding: Size = 0,
-    output_padding: Size = 0,
-    groups: int = 1,
-    dilation: Size = 1,
-) -> Tensor:
+    share: Share, func: Function, x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Size = 1,
+    padding: Size = 0, output_padding: Size = 0, groups: int = 1, dilation: Size = 1,
+) -> Tensor:  # fmt: skip
     """Computes torch.nn.functional.conv_transpose2d or 3d, where no output row comes from two input rows."""
     dims = weight.ndim - 2
     steps, pads, more, dilated = (_per_dim(s, dims)[share.dim] for s in (stride, padding, output_padding, dilation))
@@ -124,6 +99,7 @@ def _convolve_edges(
     """Convolves, and computes the rows at inner edges again. `across` is `padding` without that along the split dim."""
     dim, rows, pad = share.dim, x.shape[share.dim], padding[share.dim]
     neighbour_rows = fetch_neighbour_rows(share, x, pad, pad)
+    # With zeros for the neighbours' rows while these travel: so no activation is copied for its halo.
     y = run(x, padding=tuple(padding))
     top, bottom = neighbour_rows()
     if top is not None:
@@ -167,16 +143,10 @@ def pad(
 
 
 def group_norm(
-    share: Share,
-    func: Function,
-    x: Tensor,
-    num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
+    share: Share, func: Function, x: Tensor, num_groups: int, weight: Given = None, bias: Given = None,
     eps: float = 1e-5,
-) -> Tensor:
-    """Computes torch.nn.functional.group_norm with the statistics of all ranks, in float32 whatever the activations are
-    in."""
+) -> Tensor:  # fmt: skip
+    """Computes torch.nn.functional.group_norm with the statistics of all ranks, in float32 whatever `x` is in."""
     weights = share.weights(x)
     local = _moments(x, num_groups)
     (moments,) = all_gather_v(local[None], [1] * share.ranks.size, share.ranks).wait()
@@ -184,14 +154,9 @@ def group_norm(
 
 
 def group_norm_with_edges(
-    share: Share,
-    func: Function,
-    x: Tensor,
-    num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
+    share: Share, func: Function, x: Tensor, num_groups: int, weight: Given = None, bias: Given = None,
     eps: float = 1e-5,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Computes group_norm with one more row at each side for the convolution that follows: the neighbours', or a copy
     of this rank's at an outer edge. They travel with the statistics, in one message."""
     weights, dim, local = share.weights(x), share.dim, _moments(x, num_groups)
@@ -202,17 +167,14 @@ def group_norm_with_edges(
     received = send_recv(send, {peer: allocate(part.shape, x) for peer, part in send.items()}, share.ranks).wait()
     by_rank = {index: packed} | dict(zip(peers, received, strict=True))
     moments = [by_rank[rank][: len(packed)].view(local.dtype).view(local.shape) for rank in range(share.ranks.size)]
-    before, after = (
-        by_rank[peer][len(packed) :].view(edge.shape) if peer in by_rank else edge for peer, edge in edges.items()
-    )
-    return _normalize(
-        torch.cat([before, x, after], dim), _combined_moments(weights, torch.stack(moments)), weight, bias, eps
-    )
+    by_edge = {peer: by_rank[peer][len(packed) :].view(edge.shape) for peer, edge in edges.items() if peer in by_rank}
+    before, after = (edges | by_edge).values()
+    combined = _combined_moments(weights, torch.stack(moments))
+    return _normalize(torch.cat([before, x, after], dim), combined, weight, bias, eps)
 
 
 def _normalize(x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """Normalizes in one fused kernel, which computes in float32: a batch norm whose channels are all items'
-    channels."""
+    """Normalizes in one fused kernel, in float32: a batch norm whose channels are all items' channels."""
     batch, channels = x.shape[:2]
     by_group = (2, batch, moments.shape[2], channels // moments.shape[2])
     mean, variance = moments.unsqueeze(3).expand(by_group).reshape(2, -1)
@@ -222,10 +184,7 @@ def _normalize(x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor |
 
 
 def _moments(x: Tensor, num_groups: int) -> Tensor:
-    """Returns [2, batch, groups]: mean and variance, in float32 at least.
-
-    A half precision `x` is taken in pieces of whole rows: a copy of all of it in float32 would be twice its size.
-    """
+    """Returns [2, batch, groups]: mean and variance, in float32 at least."""
     if x.device.type == "cpu" and x.dtype in WIDE:  # where torch's var_mean takes ten times as long
         x = x.reshape(x.shape[0], num_groups, -1)
         mean = x.mean(2)
@@ -234,6 +193,7 @@ def _moments(x: Tensor, num_groups: int) -> Tensor:
     if x.dtype in WIDE:
         variance, mean = torch.var_mean(x, (2, 3), correction=0)
         return torch.stack([mean, variance])
+    # In pieces of whole rows: a copy of all of it in float32 would be twice its size.
     rows = x.reshape(-1, x.shape[3])
     pieces = rows.split(max(1, PIECE_ELEMENTS // x.shape[3]))
     of_each = [torch.stack(torch.var_mean(piece.float(), 1, correction=0)) for piece in pieces]
@@ -243,8 +203,7 @@ def _moments(x: Tensor, num_groups: int) -> Tensor:
 
 
 def _combined_moments(weights: Tensor, moments: Tensor) -> Tensor:
-    """Combines [ranks, 2, batch, groups] into [2, batch, groups] by Chan's formulas: the mean of the variances, and the
-    variance of the means."""
+    """Combines [ranks, 2, batch, groups] into [2, batch, groups]: mean of variances, variance of means (Chan)."""
     means, variances = moments.unbind(1)
     weights = weights.to(means.dtype)
     mean = torch.tensordot(weights, means, 1)
@@ -254,8 +213,7 @@ def _combined_moments(weights: Tensor, moments: Tensor) -> Tensor:
 def norm(
     share: Share, func: Function, x: Tensor, p: Any = "fro", dim: Any = None, keepdim: bool = False, **options: Any
 ) -> Tensor:
-    """Computes torch.norm of each channel over all rows and columns of `x` [batch, rows, columns, channels], in float32
-    at least."""
+    """Computes torch.norm of each channel over all rows and columns of [batch, rows, columns, channels], in float32."""
     if p not in (2, 2.0) or tuple(dim or ()) != (1, 2) or not keepdim or any(options.values()):
         raise Unsplittable(f"norm over dim {dim} of {tuple(x.shape)}")
     local = func(x, 2, dim, True, dtype=x.dtype if x.dtype in WIDE else torch.float32)
@@ -264,11 +222,8 @@ def norm(
 
 
 def attend(share: Share, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attends with one head over all pixels; inputs and result are [B, C, (T,) rows, columns] of this rank. Collective.
-
-    Keys and values go round in a ring. No rank ever has all of them, which in a large video would set the peak memory,
-    and no kernel depends on free memory.
-    """
+    """Attends with one head over all pixels; takes and returns [B, C, (T,) rows, columns] of this rank. Collective."""
+    # In a ring no rank ever has all keys and values, which in a large video would set the peak memory.
     rows = share.rows_of(query, "attention")
     sizes = [key[0, 0].numel() // rows[share.index] * rows_of_rank for rows_of_rank in rows]
     merge = Merge(in_float32=True)
@@ -284,15 +239,9 @@ def _one_head(x: Tensor) -> Tensor:
 
 
 def interpolate(
-    share: Share,
-    func: Function,
-    x: Tensor,
-    size: Any = None,
-    scale_factor: Any = None,
-    mode: str = "nearest",
-    *args: Any,
-    **kwargs: Any,
-) -> Tensor:
+    share: Share, func: Function, x: Tensor, size: Any = None, scale_factor: Any = None, mode: str = "nearest",
+    *args: Any, **kwargs: Any,
+) -> Tensor:  # fmt: skip
     y = func(x, size, scale_factor, mode, *args, **kwargs)
     before, after = x.shape[share.dim], y.shape[share.dim]
     smooth, uneven = not mode.startswith("nearest"), before % after and after % before
@@ -302,15 +251,9 @@ def interpolate(
 
 
 def pool(
-    share: Share,
-    func: Function,
-    x: Tensor,
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    *args: Any,
+    share: Share, func: Function, x: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, *args: Any,
     **kwargs: Any,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     sizes = (kernel_size, stride or kernel_size, padding)
     width, step, pad = (size if isinstance(size, int) else size[share.dim] for size in sizes)
     y = func(x, kernel_size, stride, padding, *args, **kwargs)

@@ -1,7 +1,6 @@
 """The rows (dim -2) or columns (dim -1) of every activation that each rank computes, and the neighbours' rows at its
 edges, which travel while the inside is computed; the mode in which functions of torch go by them; and, for a UNet, the
-rows of each of its levels, as pictures and as streams of tokens.
-"""
+rows of each of its levels, as pictures and as streams of tokens."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -73,8 +72,7 @@ class Share:
         return rows.movedim(0, self.dim)
 
     def weights(self, x: Tensor) -> Tensor:
-        """Returns each rank's weight in the mean over all rows of `x`, which lie flat in 3 dims: its share of the rows,
-        float32."""
+        """Returns each rank's share of all rows of `x`, which lie flat in 3 dims: float32, the weights of a mean."""
         key = rows, _ = (self.rows_of(x, "a group norm") if x.ndim > 3 else self.units), x.device
         if key not in self._weights:
             self._weights[key] = torch.tensor([each / sum(rows) for each in rows], device=x.device)
@@ -96,6 +94,7 @@ def fetch_neighbour_rows(share: Share, x: Tensor, before: int, after: int) -> Ne
             receive[peer][share.dim] = received_rows
     if not send and not receive:
         return lambda: (None, None)
+    # Every rank has the whole latent: its rows need not travel.
     if (full := share.full_of(x)) is not None:
         first = sum(share.rows_of(x, "rows")[: share.index])
         ranges = {share.index - 1: (first - before, before), share.index + 1: (first + rows, after)}
@@ -145,8 +144,7 @@ class Levels(Share):
         level 0    0 1  2 3  4 5 6 7 | 8 9  10
 
     The level of a tensor follows from its side that is not split, which is the same on all ranks. `source` is this
-    rank's rows of a picture and the full picture, if every rank has it: neighbours' rows need not travel then.
-    """
+    rank's rows of a picture and the full picture, if every rank has it: neighbours' rows need not travel then."""
 
     rows: int
     across: int
@@ -174,8 +172,7 @@ class Levels(Share):
         return {self.tokens(level)[self.index]: level for level in range(self.depth + 1)}
 
     def level(self, shape: Sequence[int], what: str, *, full: bool = False) -> int:
-        """Returns the level of this rank's rows of shape [..., H, W], or of all ranks' where it is the `full` picture.
-        Raises NoLevel where there is none."""
+        """Returns the level of this rank's rows [..., H, W], or of a `full` picture. Raises NoLevel without one."""
         if (level := self._level(shape, full=full)) is None:
             raise NoLevel(f"{what} of {tuple(shape)} belongs to no level of {self.rows} x {self.across}")
         return level
@@ -222,14 +219,11 @@ class Levels(Share):
     def gather_tokens(self, x: Tensor, level: int) -> Tensor:
         """Gathers [B, local tokens, C] of a level to [B, all tokens, C], in the order of rows. Collective."""
         rows, at = self.sizes[level], 3 + self.dim
-        (full,) = all_gather_v(
-            x.unflatten(1, self._plane(level, rows[self.index])).movedim(at, 0), rows, self.ranks
-        ).wait()
-        return full.movedim(0, at).flatten(1, 2)
+        local = x.unflatten(1, self._plane(level, rows[self.index])).movedim(at, 0)
+        return all_gather_v(local, rows, self.ranks).wait()[0].movedim(0, at).flatten(1, 2)
 
     def gather_flat(self, x: Tensor) -> Tensor:
-        """Gathers [B, local tokens, C] to [B, all tokens, C], rank by rank, which is the order of rows where these are
-        split. Collective."""
+        """Gathers [B, local tokens, C] to [B, all tokens, C], rank by rank. Collective."""
         (full,) = all_gather_v(x.transpose(0, 1), self.tokens(self.by_tokens[x.shape[1]]), self.ranks).wait()
         return full.transpose(0, 1)
 
@@ -262,8 +256,7 @@ def levels_of(shape: torch.Size, depth: int, ranks: MeshDim, *, only_multiples: 
 
 
 def _units(rows: int, depth: int, ranks: MeshDim) -> Rows:
-    """Returns the rows of the last level: each rank ends at that which is next to its quota of `rows`, and has one at
-    least."""
+    """Returns the rows of the last level: each rank ends next to its quota of `rows`, and has one at least."""
     last, ends = -(-rows // 2**depth), [0]
     for number, quota in enumerate(accumulate(chunk_sizes(rows, ranks.parts)), 1):
         end = round(quota / 2**depth) if number < ranks.size else last

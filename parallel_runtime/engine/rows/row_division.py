@@ -4,8 +4,7 @@ of the latent.
 Convolutions and group norms are handled in the functions that their modules call, attention by ComfyUI's override. All
 other layers see only this rank's rows. Where a latent has too few rows for the ranks, or a patch makes a picture of no
 level's size, every rank computes that evaluation in full, by itself. A UNet's ControlNet runs on the same rows, and
-returns only this rank's rows of each residual, which the UNet expects.
-"""
+returns only this rank's rows of each residual, which the UNet expects."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -87,6 +86,7 @@ class RowDivision(ExitStack):
         options = dict(arguments.get("transformer_options") or {})
         is_full = any(arguments.get(name) is not None for name in self._plan.refused_split)
         if not is_full and (levels := self.levels_of(x.shape)) is not None:
+            # A patch may draw noise before it makes a picture of no level: then all is computed again, in full.
             is_patched = options.get("patches") or options.get("patches_replace")
             before = random_states(x.device) if is_patched else None
             with self._dividing(levels, options.get(OVERRIDE)):
@@ -189,8 +189,7 @@ class RowDivision(ExitStack):
 
 
 class CascadeDivision(RowDivision):
-    """The division of a network of Stable Cascade, whose attentions have the text's keys too, and which resizes
-    pictures to its own size."""
+    """Divides a network of Stable Cascade: attentions have the text's keys too, and it resizes pictures."""
 
     _plan: CascadeRowPlan
 
@@ -216,8 +215,7 @@ class CascadeDivision(RowDivision):
         return levels.split(F.interpolate(picture, size=size, mode="bilinear", align_corners=True))
 
     def _attend(self, local: bool, forward: Forward, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Attends in a module that is given a picture and the text, and with `self_attn` puts the picture's keys
-        before it."""
+        """Attends to the text, and with `self_attn` to the picture's keys before it."""
         keys, levels = args[0], self._levels
         local = local or levels is None or not kwargs.get("self_attn", False)
         if levels is not None and not local:

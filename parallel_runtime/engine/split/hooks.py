@@ -2,8 +2,7 @@
 torch that read other ranks' tokens without attention (sums over tokens, and convolutions along them).
 
 The hooks run outside of whatever wraps a module's forward (offloading, caching), in any order of attaching. Modules
-that reshape their tokens by frames receive this rank's tokens padded to full frames, each with its own keys.
-"""
+that reshape their tokens by frames receive this rank's tokens padded to full frames, each with its own keys."""
 
 from __future__ import annotations
 
@@ -84,16 +83,9 @@ def _sum(sizes: tuple[int, ...], ranks: MeshDim, first: Tensor, second: Tensor) 
 
 
 def _convolution(
-    sizes: tuple[int, ...],
-    ranks: MeshDim,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> Tensor:
+    sizes: tuple[int, ...], ranks: MeshDim, x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1,
+    padding: Any = 0, dilation: Any = 1, groups: int = 1,
+) -> Tensor:  # fmt: skip
     """Computes torch.nn.functional.conv1d of [batch, channels, local tokens] with the tokens next to them."""
     shape = [value if isinstance(value, int) else next(iter(value)) for value in (stride, padding, dilation)]
     if shape != [1, 1, 1] or weight.shape[2] != 3:
@@ -221,10 +213,8 @@ def _argument_specs(
         elif open_ended:
             yield name, None, spec
         else:
-            raise ValueError(
-                f"the plan names argument {name!r} of {plan.name} ({type(module).__name__}), whose forward takes "
-                f"{', '.join(parameters)}"
-            )
+            kind, takes = type(module).__name__, ", ".join(parameters)
+            raise ValueError(f"the plan names argument {name!r} of {plan.name} ({kind}), whose forward takes {takes}")
 
 
 def add_hooks(block: Block, splitter: Splitter) -> list[RemovableHandle]:
@@ -283,12 +273,11 @@ def _local_options(options: dict[str, Any], plan: ModulePlan, splitter: Splitter
     if not plan.split_args:
         return local
     (_, _, streams), *_ = plan.split_args
-    local["patches"] = {
-        kind: [
-            partial(_patch_local_frames, each, splitter, streams) if goes_by_frames(each) else each for each in patches
-        ]
-        for kind, patches in options["patches"].items()
-    }
+
+    def local_patch(patch: Any) -> Any:
+        return partial(_patch_local_frames, patch, splitter, streams) if goes_by_frames(patch) else patch
+
+    local["patches"] = {kind: [*map(local_patch, patches)] for kind, patches in options["patches"].items()}
     if data := options.get("model_patch_data"):
         local["model_patch_data"] = {
             patch: splitter.split(value, SplitLike(streams), f"model_patch_data of patch {number}")
@@ -330,10 +319,8 @@ class _LocalFrames:
         end = min(start + splitter.local_count((stream,)), tokens)
         if start >= end:  # no token in any frame: the module still needs one frame
             return cls(first=0, last=1, padding_before=0, tokens=0, size=size)
-        first = start // size
-        return cls(
-            first=first, last=-(-end // size), padding_before=start - first * size, tokens=end - start, size=size
-        )
+        first, last = start // size, -(-end // size)
+        return cls(first=first, last=last, padding_before=start - first * size, tokens=end - start, size=size)
 
     @property
     def length(self) -> int:

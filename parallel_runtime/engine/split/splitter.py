@@ -1,7 +1,6 @@
 """Applies a split plan to the values of one forward: splits full ones over the ranks, gathers them again.
 
-Knows no module and no attention.
-"""
+Knows no module and no attention."""
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
@@ -45,14 +44,8 @@ class Splitter(Streams):
     def restart(self) -> None:
         """Starts the same forward over, with other tokens."""
         super().clear()
-        for state in (
-            self._shapes,
-            self._split_values,
-            self._split_streams,
-            self._arrived_split,
-            self._matching_specs,
-            self._calls,
-        ):
+        kept = self._shapes, self._split_values, self._split_streams, self._arrived_split, self._matching_specs
+        for state in (*kept, self._calls):
             state.clear()
         self._gather_incomplete = False
 
@@ -123,8 +116,7 @@ class Splitter(Streams):
     def matching_spec(self, value: Any, specs: list[Any], where: str) -> Any:
         """Returns the spec whose streams have as many tokens as the full `value`, at the first block of a stack.
 
-        Chosen once a forward: later the full streams of one spec may be as long as a rank's part of another's.
-        """
+        Chosen once a forward: later the full streams of one spec may be as long as a rank's part of another's."""
         key = tuple(specs)
         if key not in self._matching_specs:
             length = (value if isinstance(value, Tensor) else value[0]).shape[specs[0].dim]
@@ -140,8 +132,7 @@ class Splitter(Streams):
         self.record_length(unknown[0], remainder, where)
 
     def _record_combined(self, streams: Names, length: int, where: str) -> None:
-        """Records streams of which no block has run, as where a node skips a whole stack: the last gets all tokens, the
-        others none."""
+        """Records streams of which no block has run, as where a node skips a stack: the last gets all tokens."""
         if not any(map(self.is_known, streams)):
             for stream in streams:
                 self.record_length(stream, length if stream == streams[-1] else 0, where)
@@ -219,8 +210,7 @@ class Splitter(Streams):
         return self._local(full, streams, 0)[local_positions]
 
     def _local_position(self, at: int, streams: Names, before: int = 0) -> int:
-        """Returns the index, among this rank's tokens, of a position in the concatenated full streams, plus
-        `before`."""
+        """Returns `before` plus the index, among this rank's tokens, of a position in the concatenated full streams."""
         for stream in streams:
             length, local = self.length(stream), self.local_count((stream,))
             start = 0 if stream in self.replicated else self.local_chunk(stream)[0]
@@ -247,13 +237,10 @@ class Splitter(Streams):
         flat = max(1, len(shape))
         tokens_shape = value.shape[dim:][:flat]
         if not self._is_local(value, streams, dim):
-            if tokens_shape.numel() != total:
-                raise _wrong_length(
-                    where,
-                    tokens_shape.numel(),
-                    streams,
-                    f"{total} (whole) or {self.local_count(streams)} (this rank's)",
-                )
+            if (tokens := tokens_shape.numel()) != total:
+                expected = f"{total} (whole) or {self.local_count(streams)} (this rank's)"
+                raise _wrong_length(where, tokens, streams, expected)
+            # One of all ranks may not know whether its tokens are all or its part: then every rank splits and gathers.
             if not self.any_rank_has_all(streams):
                 return value
             flattened = value.reshape(*value.shape[:dim], total, *(1,) * (flat - 1), *value.shape[dim + flat :])
@@ -272,9 +259,8 @@ class Splitter(Streams):
     def _is_local(self, value: Tensor, streams: Names, dim: int) -> bool:
         shape, local = self._shapes.get(streams, ()), self.local_count(streams)
         tokens_shape = value.shape[dim:][: max(1, len(shape))]
-        return tokens_shape[0] == local and not (
-            len(shape) > 1 and tokens_shape == shape and self.total(streams) != local
-        )
+        is_full = len(shape) > 1 and tokens_shape == shape and self.total(streams) != local
+        return tokens_shape[0] == local and not is_full
 
     def begin_tail(self, tail: Gather, value: Tensor, ranges: list[Any]) -> bool:
         """Returns whether the module behind the blocks is given this rank's part of `value`. It is not where patches

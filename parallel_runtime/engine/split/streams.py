@@ -1,13 +1,11 @@
 """The token streams of the forward in progress: their lengths, and which of their tokens each rank has; and PipeFusion,
 their tokens in patches, which follow one another through the stages of a pipeline.
 
-Chunk sizes follow from the global token count only, so that no size is ever sent. Values that depend only on the
-lengths, and scratch memory that layers share, are cached here until the forward is over.
+Values that depend only on the lengths, and scratch memory that layers share, are cached here until the forward is over.
 
 A token patch attends to the keys and values of all tokens: this evaluation's for the patches before it, the previous
 step's for the patches after it. Text goes with the first patch. A branch's first evaluation processes all tokens at
-once, and is exact.
-"""
+once, and is exact."""
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -83,8 +81,7 @@ class PipeFusion:
                 self._branches = {key: branch for key, branch in self._branches.items() if key in keys}
 
     def turns(self, key: Hashable, lengths: Callable[[], Mapping[str, int]]) -> Iterator[None]:
-        """Runs one evaluation of the branch `key`: yields once for each patch, or once for all tokens. `lengths`, of
-        the streams, is called at the end."""
+        """Evaluates the branch `key`: yields once a patch, or once for all tokens. `lengths` is called at the end."""
         key_in_step = (0 if self._step_keys is None else len(self._step_keys), key)
         if self._step_keys is not None:
             self._step_keys.append(key_in_step)
@@ -175,6 +172,7 @@ T = TypeVar("T")
 GatherFull = Callable[[Tensor, int], Tensor]
 
 
+# From the global count of tokens only, so that no size is ever sent.
 @lru_cache(maxsize=4096)
 def chunk_sizes(total: int, parts: Parts) -> tuple[int, ...]:
     """Returns the sizes of contiguous chunks of `total` items: of `parts` equal chunks, or in proportion to these
@@ -182,8 +180,7 @@ def chunk_sizes(total: int, parts: Parts) -> tuple[int, ...]:
 
     Each size is the chunk's quota, rounded up where rounding down would lose most, the earlier chunk first. So equal
     shares differ by at most one item, larger chunks first. A chunk is empty where its share is 0 or too small for an
-    item. Every split of tokens and bytes follows this rule.
-    """
+    item. Every split of tokens and bytes follows this rule."""
     assert total >= 0
     shares = (1,) * parts if isinstance(parts, int) else parts
     share_sum = sum(shares)
@@ -209,8 +206,7 @@ class LocalStream:
     them from `chunk_start` on.
 
     A split stream has only its chunk, a replicated one all tokens. For an empty chunk the rank has one dummy token,
-    which no attention and no gather sees: layers of diffusers reshape with -1, and fail on tensors of no elements.
-    """
+    which no attention and no gather sees: layers of diffusers reshape with -1, and fail on tensors of no elements."""
 
     local_tokens: int
     chunk_start: int
@@ -259,8 +255,7 @@ class Streams:
     """The streams of one forward, split over the ranks of `mesh_dim`. Cleared between forwards.
 
     Every rank has all tokens of a `replicated` stream, and computes attention for its chunk of them. With `pipefusion`
-    only the tokens of the current patch are split.
-    """
+    only the tokens of the current patch are split."""
 
     def __init__(
         self, mesh_dim: MeshDim, replicated: frozenset[str] = frozenset(), pipefusion: PipeFusion | None = None
@@ -319,16 +314,14 @@ class Streams:
         return first + sum(sizes[:index]), sizes[index]
 
     def _active_range(self, stream: str) -> tuple[int, int]:
-        """Returns (start, size) of the tokens that are split over the ranks: all of them, or those of the current
-        patch."""
+        """Returns (start, size) of the tokens that the ranks split: all, or those of the current patch."""
         length = self.length(stream)
         return (0, length) if self.pipefusion is None else self.pipefusion.active_range(stream, length)
 
     def global_positions(
         self, names: tuple[str, ...], device: torch.device, ranks: Sequence[int] | None = None
     ) -> Tensor:
-        """Returns the positions of the chunks of `ranks` (None: all) in the concatenated full streams `names`, rank by
-        rank."""
+        """Returns the positions of the chunks of `ranks` (None: all) in the concatenated streams, rank by rank."""
         starts = [self.total(names[:n]) for n in range(len(names))]
         ranges = [
             (before + start, size)

@@ -1,7 +1,6 @@
 """ComfyUI's own sampling loop on this rank, around its own networks. Knows no model family.
 
-Imports the host's ComfyUI as `comfy`, with the host's flags, on this rank's device.
-"""
+Imports the host's ComfyUI as `comfy`, with the host's flags, on this rank's device."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ def import_comfyui(setup: ComfySetup, device: torch.device) -> None:
     """Imports the ComfyUI at `setup.root`. Raises ImportError where there is none, Refused for another version than the
     host's or one that does not obey the `OFF` flags.
 
-    Its root goes first on the path, as in the host: `import nodes` in ComfyUI's code means its nodes, not ours.
-    """
+    Its root goes first on the path, as in the host: `import nodes` in ComfyUI's code means its nodes, not ours."""
     sys.path.insert(0, setup.root)
     sys.path += [os.path.join(setup.root, path) for path in setup.paths]
     import comfy.options
@@ -64,8 +62,7 @@ def _flags(setup: ComfySetup, device: torch.device) -> list[str]:
 
 
 def _check_off() -> None:
-    """Raises Refused where ComfyUI has dynamic VRAM or its compiler on, which in the versions that we know only a flag
-    turns on."""
+    """Raises Refused where ComfyUI has dynamic VRAM or its compiler on, which only a flag does in known versions."""
     import comfy.cli_args
     import comfyui_version
 
@@ -88,17 +85,8 @@ def start(setup: ComfySetup, device: torch.device) -> tuple[dict[type, Loop], di
     from .evaluation import evaluate
     from .sampling import run
 
-    load_model = partial(load, AdditionalModels())
-    loaders: dict[type, Load] = {
-        SamplingJob: load_model,
-        EvaluationJob: load_model,
-        VAEJob: autoencoder.load,
-        EncodingJob: text_encoder.load,
-    }
-    loops: dict[type, Loop] = {
-        SamplingJob: run,
-        EvaluationJob: evaluate,
-        VAEJob: partial(autoencoder.run, {}),
-        EncodingJob: text_encoder.run,
-    }
+    loaders: dict[type, Load] = dict.fromkeys((SamplingJob, EvaluationJob), partial(load, AdditionalModels()))
+    loaders |= {VAEJob: autoencoder.load, EncodingJob: text_encoder.load}
+    loops: dict[type, Loop] = {SamplingJob: run, EvaluationJob: evaluate}
+    loops |= {VAEJob: partial(autoencoder.run, {}), EncodingJob: text_encoder.run}
     return loops, loaders

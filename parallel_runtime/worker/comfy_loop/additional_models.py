@@ -151,9 +151,8 @@ def _load_control_net(described: dict[str, Any]) -> ControlBase:
         expected = f"{described['dtype']}, {described['computed']}"
         if dtypes != expected:
             raise Refused("model.dtype", dtype=dtypes, expected=expected)
-        made.control_model_wrapped = _FullyLoaded(
-            made.control_model, made.load_device, comfy.model_management.unet_offload_device()
-        )
+        offload_device = comfy.model_management.unet_offload_device()
+        made.control_model_wrapped = _FullyLoaded(made.control_model, made.load_device, offload_device)
     return made
 
 
@@ -191,8 +190,7 @@ LOADERS: dict[str, Callable[[dict[str, Any]], Additional]] = {
 
 
 def _alike(name: str) -> Callable[..., Tensor]:
-    """Returns ComfyUI's method of this name, which neither unloads other models nor goes on in tiles where this rank's
-    memory is short."""
+    """Returns ComfyUI's method of this name, which neither unloads others nor tiles where memory is short here."""
 
     def method(self: VAE, *args: Any, **kwargs: Any) -> Tensor:
         management = vars(comfy.model_management)

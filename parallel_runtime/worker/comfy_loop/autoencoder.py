@@ -1,5 +1,4 @@
-"""ComfyUI's VAEs on this rank: each is loaded with the function that loaded it in ComfyUI, or from its weights, and
-runs its own forward on its rows."""
+"""ComfyUI's VAEs on this rank: each is loaded as it was in ComfyUI, or from its weights, and runs on its rows."""
 
 from __future__ import annotations
 
@@ -65,8 +64,7 @@ def build(spec: ModelSpec, weights: Mapping[str, Tensor] | None, device: torch.d
 
 
 def native_vae(spec: ModelSpec, weights: Mapping[str, Tensor] | None) -> comfy.sd.VAE:
-    """Returns ComfyUI's VAE that `spec` describes, in main memory. Raises Refused where this rank's ComfyUI builds
-    another one."""
+    """Returns ComfyUI's VAE of `spec`, in main memory. Raises Refused where this ComfyUI builds another one."""
     dtype = getattr(torch, spec.weight_dtype)
     if spec.loader:
         with noted_vaes() as made, calls_loader(Mapped):
@@ -103,8 +101,8 @@ def noted_vaes() -> Iterator[list[comfy.sd.VAE]]:
 
 
 def made_divisible(model: nn.Module) -> nn.Module:
-    """Sets a limit too high for the model to slice by each rank's bytes, few as they are: without any SeedVR2 would
-    keep more than it needs between chunks of time. Modules that attend along time only run as they are."""
+    """Has the model slice by no rank's bytes, and modules that attend along time only run as they are."""
+    # A limit too high to slice by: without any SeedVR2 would keep more than it needs between chunks of time.
     compared = COMPARED[kind_of(model)]
     if compared.limits:
         getattr(model, compared.limits)(NO_LIMIT_GIB, NO_LIMIT_GIB)
@@ -117,7 +115,8 @@ def made_divisible(model: nn.Module) -> nn.Module:
 @contextmanager
 def uniform_chunk_bytes(function: str, bytes_: int, local_rows: int, rows: int) -> Iterator[None]:
     """Replaces `function`, which returns the bytes by which a VAE splits time into chunks, with one that returns
-    `bytes_` in proportion to a rank's `local_rows` of `rows`, so that all ranks split at the same frames."""
+    `bytes_` in proportion to a rank's `local_rows` of `rows`."""
+    # So that all ranks split at the same frames.
     if not function:
         yield
         return
@@ -131,8 +130,8 @@ def uniform_chunk_bytes(function: str, bytes_: int, local_rows: int, rows: int) 
 
 
 def run(trials: Trials, vae: VAE, job: VAEJob, progress: Progress) -> dict[str, Any]:
-    """Returns {"random_states": as the run left them}. Only ranks of ComfyUI's machine decode and encode: pixels are
-    too large to send to other machines. Raises Refused, on all ranks at the same place."""
+    """Returns {"random_states": as the run left them}. Raises Refused, on all ranks at the same place."""
+    # On ComfyUI's machine alone: pixels are too large to send to others.
     tiles = COMPARED[vae.spec.kind].tiles
     shape = tuple(job.x.shape)
     parts = tiles.grid(vae.network, job.method, shape).count if tiles else max(shape[-2:]) // job.unit

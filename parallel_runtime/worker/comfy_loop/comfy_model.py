@@ -1,5 +1,4 @@
-"""One of ComfyUI's models on this rank, loaded by ComfyUI's own loader: its ModelPatcher, the weight patches on it, and
-the clone that a job uses."""
+"""One of ComfyUI's models on this rank: ComfyUI's own ModelPatcher, its weight patches, and a job's clone."""
 
 from __future__ import annotations
 
@@ -83,8 +82,8 @@ class ComfyModel(Model):
 
     @cached_property
     def common_compute_dtype(self) -> torch.dtype | None:
-        """Returns the dtype in which all ranks compute where ComfyUI would choose several, as for a card without
-        bfloat16: ranks exchange tensors of one dtype. None where all choose alike. Collective."""
+        """Returns the dtype in which all ranks compute where ComfyUI would choose several; else None. Collective."""
+        # Ranks exchange tensors of one dtype, and a card may have no bfloat16.
         local = self.own_compute_dtype
         ranks = all_gather_int(PRECISIONS.index(local) if local in PRECISIONS else len(PRECISIONS))
         return PRECISIONS[min(ranks)] if len(set(ranks)) > 1 else None
@@ -124,16 +123,13 @@ class ComfyModel(Model):
         placement = placement if plan else None
         if placement is not (state.offload_set and state.offload_set.placement):
             self.offload()
-            state.offload_set = (
-                OffloadSet.of(self.network, blocks_of(self.network, plan), placement) if plan and placement else None
-            )
+            blocks = blocks_of(self.network, plan) if plan else []
+            state.offload_set = OffloadSet.of(self.network, blocks, placement) if placement else None
         if self.partner is not None:
             self.partner.place_weights(placement)
 
     def load(self, patchers: Sequence[RankPatcher], controls: Sequence[ControlBase] = ()) -> None:
-        """Loads `patchers` to the device, with the networks of these ControlNets, of GLIGEN and VAEs. Where any rank
-        has too little memory, all of them unload their other models: ComfyUI would decide by each rank's own memory,
-        but ranks that gather weights must have the same ones loaded."""
+        """Loads `patchers` to the device, with the networks of these ControlNets, of GLIGEN and VAEs."""
         device, networks = patchers[0].load_device, dict.fromkeys(one for each in controls for one in each.get_models())
         networks |= dict.fromkeys(self.additional.unlisted(self))
         if device.type != "cpu":
@@ -141,6 +137,8 @@ class ComfyModel(Model):
             loading = [*patchers, *patches, *networks]
             needed = 1.1 * sum(one.model_size() - one.loaded_size() for one in loading)
             needed += comfy.model_management.minimum_inference_memory()
+            # Where any rank has too little memory, all unload their other models: ranks that gather weights must have
+            # the same ones loaded, and ComfyUI would decide by each rank's own memory.
             if any_rank(comfy.model_management.get_free_memory(device) < needed):
                 loaded = comfy.model_management.current_loaded_models
                 kept = [model for model in loaded if any(one.is_clone(model.model) for one in loading)]
@@ -182,9 +180,8 @@ class ComfyModel(Model):
         return super().unrecordable_reason()
 
     def clone(self, patches: Described | None, on_progress: Callable[[float], None]) -> RankPatcher:
-        """Returns a MODEL with `patches`, whose fingerprint is `spec.patches_fingerprint`, described by
-        `describe_weight_patches` of nodes/describe/model.py. None stands for the last job's; raises Refused if that had
-        others."""
+        """Returns a MODEL with `patches`, as `describe_weight_patches` describes them, of `spec.patches_fingerprint`.
+        None stands for the last job's; raises Refused if those were others."""
         if self.weight_patches[0] != self.spec.patches_fingerprint:
             if patches is None:
                 raise Refused("weights.unsent")
@@ -207,8 +204,7 @@ class ComfyModel(Model):
         return {key: value for key, value in patches.items() if not key.startswith(remote)}
 
     def with_partner(self, weight_patches: Sequence[Described | None]) -> list[tuple[ComfyModel, Described | None]]:
-        """Returns this model with its weight patches; and the model of the negative prompt with its own, where the
-        guider has two."""
+        """Returns this model with its weight patches; and the negative prompt's, where the guider has two MODELs."""
         models = [self]
         if self.partner is not None and self.spec.partner is not None and len(weight_patches) > 1:
             self.partner.spec = self.spec.partner
@@ -242,9 +238,10 @@ class ComfyModel(Model):
 
 
 def import_packs(packs: Sequence[str], files: Mapping[str, dict[str, str]]) -> None:
-    """Imports PACK@FINGERPRINTs, with the `files` of each in ComfyUI's process: rank 0 first, since packs may write
-    files then, and the others after it. Raises Refused on all ranks where one cannot. Collective."""
+    """Imports PACK@FINGERPRINTs, with the `files` of each in ComfyUI's process. Raises Refused on all ranks where one
+    cannot. Collective."""
     asked.update(packs)
+    # On rank 0 first: packs may write files as they are imported.
     for first in (True, False) if packs else ():
         with refuse_on_all_ranks():
             for pack in packs if first == (rank() == 0) else ():
@@ -263,12 +260,9 @@ def load(
 
 
 def _load(
-    additional: AdditionalModels,
-    spec: ModelSpec,
-    device: torch.device,
-    on_progress: Callable[[float], None],
+    additional: AdditionalModels, spec: ModelSpec, device: torch.device, on_progress: Callable[[float], None],
     partner: ComfyModel | None = None,
-) -> ComfyModel:
+) -> ComfyModel:  # fmt: skip
     """Loads one model. Raises Refused where this rank's ComfyUI has the weights in another dtype than the host's, or
     the node that made a pack's MODEL makes another one."""
     on_progress(0.0)
@@ -286,13 +280,7 @@ def _load(
     on_progress(1.0)
     network = patcher.model.diffusion_model
     return ComfyModel(
-        spec,
-        network,
-        architecture_of(network),
-        patcher=patcher,
-        device=device,
-        additional=additional,
-        partner=partner,
+        spec, network, architecture_of(network), patcher=patcher, device=device, additional=additional, partner=partner
     )
 
 
@@ -312,19 +300,14 @@ def recordable_arguments(kwargs: dict[str, Any], attention: Any) -> dict[str, An
     """Returns the `kwargs` of a network's call without options that its code does not read; `attention` is ours.
 
     Raises Unrecordable for code that runs inside the network: it may decide by value, or change from step to step;
-    and for tensors in lists or dicts, where the network may store its own, as causal Wan does.
-    """
+    and for tensors in lists or dicts, where the network may store its own, as causal Wan does."""
     if (all_options := kwargs.get(OPTIONS)) is None:
         return kwargs
     options = {name: value for name, value in all_options.items() if name not in UNUSED_OPTIONS}
     wrappers = {kind: by_key for kind, by_key in options.pop("wrappers", {}).items() if kind not in OUTER_WRAPPERS}
-    inside = {
-        "wrappers": _kinds(wrappers),
-        "patches": _kinds(options.get("patches")),
-        "replaced blocks": _kinds(options.get("patches_replace")),
-    }
-    for what, kinds in inside.items():
-        if kinds:
+    patches, replaced = options.get("patches") or {}, options.get("patches_replace") or {}
+    for what, by_kind in ("wrappers", wrappers), ("patches", patches), ("replaced blocks", replaced):
+        if kinds := sorted(str(kind) for kind, functions in by_kind.items() if functions):
             raise Unrecordable(f"{what} inside the network ({', '.join(kinds)})")
     if options.get(OVERRIDE) is not attention:
         raise Unrecordable("a node replaces the attention")
@@ -332,7 +315,3 @@ def recordable_arguments(kwargs: dict[str, Any], attention: Any) -> dict[str, An
         if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value) if leaf is not value):
             raise Unrecordable(f"the network may keep something in {name}")
     return {**kwargs, OPTIONS: options}
-
-
-def _kinds(by_kind: dict[str, Any] | None) -> list[str]:
-    return sorted(str(kind) for kind, functions in (by_kind or {}).items() if functions)

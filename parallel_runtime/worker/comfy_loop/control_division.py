@@ -1,8 +1,7 @@
 """Divides the ControlNets of one run on this rank: the entries of a batch over batch groups, and the forward over the
 ranks of one sequence, like the network that their residuals are added to. ComfyUI's own loop calls them.
 
-In a run with a UNet all residuals are this rank's rows: full ones are split before they are added to others.
-"""
+In a run with a UNet all residuals are this rank's rows: full ones are split before they are added to others."""
 
 from __future__ import annotations
 
@@ -40,8 +39,9 @@ def of_conds(conds: dict[str, list[dict[str, Any]]]) -> list[ControlBase]:
 @contextmanager
 def own_entries(controls: Iterable[ControlBase], dim: MeshDim) -> Iterator[None]:
     """Has the networks of these ControlNets, which a run has prepared, compute only the entries of this batch group in
-    this context. The network's own call, not `get_control`, gets fewer entries: that would cut the batch of hints."""
+    this context."""
 
+    # The network's own call, not `get_control`, gets fewer entries: that would cut the batch of hints.
     def select(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         batch = len(kwargs["x"] if "x" in kwargs else args[0])
         entries = local_entries(dim, batch)
@@ -56,7 +56,8 @@ def own_entries(controls: Iterable[ControlBase], dim: MeshDim) -> Iterator[None]
 @contextmanager
 def divided(controls: Iterable[ControlBase], model: Model) -> Iterator[None]:
     """Has the networks of these ControlNets, which a run has prepared, run over the context ranks of the `model` in
-    this context. In the next run these ranks may have different prompts, which would be mixed silently."""
+    this context."""
+    # And no longer: in the next run these ranks may have different prompts, which would be mixed silently.
     with ExitStack() as undo:
         if model.parallelism.splits_tokens:
             _divide(undo, _by_network(controls), model)
@@ -89,8 +90,7 @@ def _divide(undo: ExitStack, users: dict[nn.Module, list[ControlBase]], model: M
 
 
 def _plan_of(network: nn.Module, users: Sequence[ControlBase], division: Any) -> SplitPlan | None:
-    """Returns the plan of a ControlNet that can be divided like the MODEL's network; None, with a line in the log,
-    where every rank computes it in full."""
+    """Returns the plan of a ControlNet to divide; None, with a line in the log, where all ranks compute it."""
     plan, reason = control_plan_of(network), ""
     if plan is None or isinstance(plan, ControlRowPlan) != isinstance(division, RowDivision):
         reason = f"nothing is known of how to divide a {type(network).__name__}"

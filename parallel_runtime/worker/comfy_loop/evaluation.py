@@ -65,8 +65,7 @@ def called_as(method: str, network: nn.Module) -> Iterator[None]:
 
 
 def _cond_arguments(model: ComfyModel, job: EvaluationJob, device: torch.device) -> dict[str, Any]:
-    """Returns the conditions of the job's prompt. The model keeps those of its last prompts, so that a step sends only
-    its latent."""
+    """Returns the conditions of the job's prompt: the model keeps its last ones, and a step sends its latent."""
     if job.cond_arguments is not None:
         model.clear_kv_cache()
         arguments = moved(job.cond_arguments, device)

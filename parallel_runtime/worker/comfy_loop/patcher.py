@@ -62,11 +62,8 @@ class DynamicVram:
     (ModelPatcherDynamic.load). It has layers multiply in fp8 only where the file has fp8."""
 
     def __init__(self, network: torch.nn.Module) -> None:
-        sizes = {
-            module: comfy.model_management.module_size(module)
-            for module in network.modules()
-            if hasattr(module, "comfy_cast_weights")
-        }
+        layers = [module for module in network.modules() if hasattr(module, "comfy_cast_weights")]
+        sizes = {layer: comfy.model_management.module_size(layer) for layer in layers}
         self.small = {module for module, size in sizes.items() if size <= SMALL_BYTES}
         self.fetched = sizes.keys() - self.small
         for module in sizes:  # `fp8_linear` looks at the weight in main memory, which is as in the file
@@ -94,8 +91,7 @@ class RankPatcher(Mapped):
     """Loads the full model to the device, except its `offload_set`. Where patches change, it merges the new ones into
     the file's weights, and leaves weights without patches as they are.
 
-    `on_progress` is called with the share of the modules that is on the device.
-    """
+    `on_progress` is called with the share of the modules that is on the device."""
 
     weight_state: WeightState
     on_progress: Callable[[float], None]
@@ -108,9 +104,9 @@ class RankPatcher(Mapped):
         return made
 
     def keeps_file_dtype(self, module: torch.nn.Module) -> bool:
-        """Returns whether dynamic VRAM leaves this module's weights as they are in the file: it rounds a layer to the
-        dtype of the model as it fetches it, and small layers are not fetched. Where the model computes in that dtype,
-        they are rounded as they are used, which is the same."""
+        """Returns whether dynamic VRAM leaves this module's weights as they are in the file."""
+        # It rounds a layer to the dtype of the model as it fetches it, and small layers are not fetched. Where the
+        # model computes in that dtype, they are rounded as they are used, which is the same.
         computes_in_another = self.force_cast_weights or self.model.manual_cast_dtype is not None
         dynamic_vram = self.weight_state.dynamic_vram
         return computes_in_another and dynamic_vram is not None and module in dynamic_vram.small
@@ -132,12 +128,9 @@ class RankPatcher(Mapped):
     def _is_resized(self, key: str) -> bool:
         """Returns whether patches change the size of a weight of the layer that has this one."""
         layer = key.rpartition(".")[0]
-        return any(
-            comfy.lora.calculate_shape(self.patches[each], weight := comfy.utils.get_attr(self.model, each), each)
-            != weight.shape
-            for each in (f"{layer}.{name}" for name in MERGED_AS_FETCHED)
-            if each in self.patches
-        )
+        patched = [each for name in MERGED_AS_FETCHED if (each := f"{layer}.{name}") in self.patches]
+        weights = {each: comfy.utils.get_attr(self.model, each) for each in patched}
+        return any(comfy.lora.calculate_shape(self.patches[x], w, x) != w.shape for x, w in weights.items())
 
     def _merge_as_fetched(self, key: str, module: torch.nn.Module, device: torch.device | None) -> None:
         """Merges patches as dynamic VRAM does when it fetches a layer (`resolve_cast_module_with_vbar` of
@@ -161,8 +154,7 @@ class RankPatcher(Mapped):
 
     @contextmanager
     def state_dict_of_file(self) -> Iterator[None]:
-        """Has the network's state dict contain, in this context, layers that dynamic VRAM fetches as they are in the
-        file: ComfyUI makes a Control-LoRA of it."""
+        """Gives the state dict, in this context, dynamic VRAM's layers as the file has them: for a Control-LoRA."""
         if (dynamic_vram := self.weight_state.dynamic_vram) is None:
             yield
             return
@@ -183,8 +175,8 @@ class RankPatcher(Mapped):
 
     @contextmanager
     def casting_as_natively(self) -> Iterator[None]:
-        """Has layers cast their weights at each use, in this context, where ComfyUI has them do so, and nowhere else:
-        those that do call no method of torch's layer, which a pack may have replaced."""
+        """Has layers cast their weights at each use, in this context, where ComfyUI has them do so, and only there."""
+        # Those that do call no method of torch's layer, which a pack may have replaced.
         changed = []
         for module in self.model.modules():
             casts = getattr(module, "comfy_cast_weights", None)
@@ -216,20 +208,14 @@ class RankPatcher(Mapped):
     def partially_load(
         self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False
     ) -> int:
-        before = self.model.current_weight_patches_uuid
+        before, state = self.model.current_weight_patches_uuid, self.weight_state
         self._bring_back(device_to, patched=before == self.patches_uuid)
-        load_fully = (
-            before is None
-            or not self.loaded_size()
-            or self.hook_backup
-            or self.weight_state.force_cast != self.force_cast_weights
-            or self.weight_state.offload_set is not None
-        )
-        if load_fully or before == self.patches_uuid:
+        is_other = state.force_cast != self.force_cast_weights or state.offload_set is not None
+        if before in (None, self.patches_uuid) or not self.loaded_size() or self.hook_backup or is_other:
             loaded = super().partially_load(device_to, UNLIMITED_BYTES, force_patch_weights)
         else:
             loaded = self._repatch(device_to)
-        self.weight_state.force_cast = self.force_cast_weights
+        state.force_cast = self.force_cast_weights
         return loaded
 
     def partially_unload(self, device_to: torch.device, memory_to_free: int = 0, **_: Any) -> int:
@@ -366,10 +352,8 @@ class RankPatcher(Mapped):
         names = [f"{path}.{name}" for name, _ in unit.named_parameters()]
         originals = {name: self.file_views[name] for name in names}
         current = dict(zip(originals, unit.parameters(), strict=True))
-        # Where main memory is the device, weights without patches stay in the mapped file.
-        if not prefetcher.source.staged and all(
-            original.data_ptr() == current[name].data_ptr() for name, original in originals.items()
-        ):
+        unpatched = all(original.data_ptr() == current[name].data_ptr() for name, original in originals.items())
+        if not prefetcher.source.staged and unpatched:  # main memory is the device: they stay in the mapped file
             self.weight_state.in_file_bytes += 0 if resident else weight_bytes(unit)
             return
         prefetcher.add(unit, block=block, resident=resident)
@@ -377,8 +361,7 @@ class RankPatcher(Mapped):
             self.backup.setdefault(name, Backup(weight, False))
 
     def _repatch(self, device: torch.device) -> int:
-        """Merges these patches in place of those before, each into the file's weight. ComfyUI itself would unload the
-        model and load it again."""
+        """Merges these patches in place of the last ones, into the file's weights: ComfyUI would load all again."""
         self.weight_state.on_move()
         with self.use_ejected(skip_and_inject_on_exit_only=True):
             for key in sorted(self.backup.keys() | self.patches.keys()):

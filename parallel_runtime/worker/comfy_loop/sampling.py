@@ -5,8 +5,7 @@ evaluate its own branches, whatever their prompt lengths and areas, and gathers 
 cache needs them one by one; PipeFusion reads the noise level there.
 
 `Unchanged` finds what a pack's code puts onto a network meanwhile, in place of its methods or modules: a split one
-would compute with a part of the tokens, and another one may have been recorded without it.
-"""
+would compute with a part of the tokens, and another one may have been recorded without it."""
 
 from __future__ import annotations
 
@@ -92,6 +91,7 @@ def run(model: ComfyModel, job: SamplingJob, progress: Progress) -> dict[str, An
     progress.heartbeat()
     pipefusion, warmup_steps = model.stages and model.stages.pipefusion, model.parallelism.options.warmup_steps
     in_patches = with_pipefusion(pipefusion, patcher, job.sigmas, warmup_steps) if pipefusion else nullcontext()
+    # Behind all that is loaded and made for the run, which may draw numbers too.
     set_random_states(job.random_states, model.device)
     with with_step_cache(model, patcher) as cache, in_patches, patcher.state_dict_of_file(), noise:
         if unchanged is not None:
@@ -127,12 +127,12 @@ def _put_on(patcher: RankPatcher, model: ComfyModel, on_model: list[Any], job: S
 
 
 def _mask_wrapper(mask: Tensor, device: torch.device) -> Callable[..., Tensor]:
-    """Returns an OUTER_SAMPLE wrapper that sets the job's mask, which the host's ComfyUI has prepared: preparing it
-    again would mix up the masks of several images."""
+    """Returns an OUTER_SAMPLE wrapper that sets the job's mask, which the host's ComfyUI has prepared."""
 
     def sample(
         executor: Any, noise: Tensor, latent: Tensor, sampler: Any, sigmas: Tensor, _: None, *args: Any, **kwargs: Any
     ) -> Tensor:
+        # To prepare it again would mix up the masks of several images.
         prepared = mask.to(device, copy=True)
         return executor(noise, latent, sampler, sigmas, prepared, *args, **kwargs)
 
@@ -194,17 +194,10 @@ def _control_wrapper(controls: list[ControlBase], model: ComfyModel, *, batch_co
 
 def _sample(job: SamplingJob, guider: comfy.samplers.CFGGuider, sampler: Any, on_step: OnStep) -> Tensor:
     # What a pack's guider does in a `sample` of its own has run in ComfyUI's process.
-    samples = comfy.samplers.CFGGuider.sample(
-        guider,
-        _unpacked(job.noise, job),
-        _unpacked(job.latent, job),
-        sampler,
-        job.sigmas.clone(),
-        callback=lambda step, x0, x, total: on_step(step, _packed(x0), _packed(x), total),
-        disable_pbar=True,
-        seed=job.seed,
-    )
-    return _packed(samples)
+    return _packed(comfy.samplers.CFGGuider.sample(
+        guider, _unpacked(job.noise, job), _unpacked(job.latent, job), sampler, job.sigmas.clone(), disable_pbar=True,
+        callback=lambda step, x0, x, total: on_step(step, _packed(x0), _packed(x), total), seed=job.seed,
+    ))  # fmt: skip
 
 
 def _guider(job: SamplingJob, patchers: Sequence[ModelPatcher], made: dict[str, Any]) -> comfy.samplers.CFGGuider:
@@ -215,9 +208,8 @@ def _guider(job: SamplingJob, patchers: Sequence[ModelPatcher], made: dict[str, 
     initialize = comfy.samplers.CFGGuider.__init__ if packs_named(job.guider) else kind.__init__
     initialize(guider, *models)
     vars(guider).update(made["guider_attributes"])
-    comfy.samplers.CFGGuider.inner_set_conds(
-        guider, {name: [[None, cond] for cond in branch] for name, branch in made["conds"].items()}
-    )
+    conds = {name: [[None, cond] for cond in branch] for name, branch in made["conds"].items()}
+    comfy.samplers.CFGGuider.inner_set_conds(guider, conds)
     return guider
 
 
@@ -233,8 +225,7 @@ def _packed(tensor: Any) -> Tensor:
 
 
 class Branches:
-    """A CALC_COND_BATCH wrapper that divides the branches of guidance over batch groups; each group evaluates all of
-    them where the job is `batch_coupled`."""
+    """A CALC_COND_BATCH wrapper that divides branches over batch groups; not those of a `batch_coupled` job."""
 
     def __init__(self, model: ComfyModel, job: SamplingJob, progress: Progress, noise: SamplerNoise) -> None:
         self._entries_per_call = job.entries_per_call
@@ -326,8 +317,7 @@ def with_step_cache(model: ComfyModel, patcher: RankPatcher) -> Iterator[StepCac
 
 
 def evaluate_branches_separately(executor: Any, model: Any, conds: list[Any], x: Tensor, *args: Any) -> list[Tensor]:
-    """Calls `calc_cond_batch` for one branch after another: in one batch the step cache would decide for all at once,
-    unlike with several batch groups."""
+    """Calls `calc_cond_batch` a branch at a time: the step cache decides for each then, as in several batch groups."""
     out = [torch.zeros_like(x)] * len(conds)
     for index, cond in enumerate(conds):
         if cond is not None:
@@ -338,8 +328,7 @@ def evaluate_branches_separately(executor: Any, model: Any, conds: list[Any], x:
 
 @contextmanager
 def with_pipefusion(pipefusion: PipeFusion, patcher: ModelPatcher, sigmas: Tensor, warmup_steps: int) -> Iterator[None]:
-    """Runs `patcher` at these noise levels with PipeFusion: exact at those of the first `warmup_steps`, and with keys
-    and values of this run alone."""
+    """Runs `patcher` with PipeFusion, on keys and values of this run; exact at the levels of `warmup_steps`."""
     before, after = sigmas[warmup_steps - 1 : warmup_steps + 1].tolist()
     last_exact = after + SIGMA_TOLERANCE * (before - after)
 
@@ -371,10 +360,9 @@ class Unchanged:
         changed = next((name for name in now if now[name] != self._before.get(name)), None)
         if changed is not None:
             return changed or type(self._network).__name__
-        replaced = next(
-            (place for place, code in _code_of(self._network).items() if code is not self._code.get(place)), None
-        )
-        return "" if replaced is None else f"{replaced[0].__name__}.{replaced[1]}"
+        code = _code_of(self._network)
+        replaced = (place for place in code if code[place] is not self._code.get(place))
+        return next((f"{owner.__name__}.{name}" for owner, name in replaced), "")
 
 
 def _modules(network: nn.Module) -> dict[str, Any]:
