@@ -12,12 +12,12 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import itertools
 import os
 import sys
 import time
 from collections.abc import Iterable, Mapping
 from functools import reduce
+from itertools import chain
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -105,7 +105,7 @@ def module_of_pack(path: str) -> str:
 @functools.cache
 def pack_fingerprint(path: str) -> str:
     """Fingerprints a pack's source files, a folder or one. Raises Refused if one changed since this process began."""
-    return fingerprint(*itertools.chain(*pack_files(path).items()))[:12]
+    return fingerprint(*chain(*pack_files(path).items()))[:12]
 
 
 @functools.cache
@@ -333,19 +333,34 @@ def _import_file(file: str, name: str) -> ModuleType:
 
 
 def code_named(reference: str, fingerprint: str) -> CodeType:
-    """Returns the code of a function that another one defines, `module:outer.<locals>.inner`, or that a decorator has
-    replaced. Raises Refused where this process has another function of that name, as after an update while ComfyUI
-    runs."""
+    """Returns the code of a function that another one defines, `module:outer.<locals>.inner`, or that a decorator or a
+    pack has replaced. Raises Refused where this process has another function of that name, as after an update while
+    ComfyUI runs."""
     module, _, path = reference.partition(":")
     outermost, *inner = path.split(LOCAL)
-    codes = _codes(attribute(module_named(module), outermost))
-    for name in ".".join(inner).split(".") if inner else ():  # a class inside of a function is code too
-        inside = [part for code in codes for part in code.co_consts if isinstance(part, CodeType)]
-        codes = [part for part in inside if part.co_name == name]
-    code = next((code for code in codes if code_fingerprint(code) == fingerprint), None)
+    home, names = module_named(module), ".".join(inner).split(".") if inner else []
+    named_now = _codes_within(_codes(attribute(home, outermost)), names)
+    written = (code for source in [source_code(home)] for code in _codes_within(source, [*outermost.split("."), *names]))
+    code = next((code for code in chain(named_now, written) if code_fingerprint(code) == fingerprint), None)
     if code is None:
         raise Refused("comfyui.changed", name=reference)
     return code
+
+
+def _codes_within(codes: list[CodeType], names: list[str]) -> list[CodeType]:
+    """Returns the code of that path of names; a class inside of a function is code too."""
+    for name in names:
+        inside = [part for code in codes for part in code.co_consts if isinstance(part, CodeType)]
+        codes = [part for part in inside if part.co_name == name]
+    return codes
+
+
+@functools.cache
+def source_code(module: ModuleType) -> list[CodeType]:
+    """Returns the code of the module's own file; none where it has no such file."""
+    loader: Any = getattr(module.__spec__, "loader", None)
+    code = loader.get_code(module.__name__) if hasattr(loader, "get_code") else None
+    return [code] if isinstance(code, CodeType) else []
 
 
 def _codes(value: Any) -> list[CodeType]:

@@ -82,6 +82,16 @@ def test_a_loop_whose_code_the_workers_have_replaced_too_runs_there_and_is_split
     assert replacing.client.get("/cp/status")["degrees"]["ulysses_degree"] == 2
 
 
+def test_an_object_of_a_pack_goes_to_the_workers_with_the_code_of_comfyuis_that_the_pack_has_replaced(
+    replacing: Server,
+) -> None:
+    """A native run has left noise levels in that object, which workers do not have."""
+    since = replacing.log_size()
+    for steps in (3, 4):
+        check(replacing, partial(plain, replace(FLUX, steps=steps)))
+    assert "runs in ComfyUI's process" not in replacing.log(since)
+
+
 def test_code_that_packs_put_in_place_of_comfyuis_loop_reads_the_global_variables_that_a_node_has_set(
     replacing: Server,
 ) -> None:

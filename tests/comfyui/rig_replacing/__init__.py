@@ -19,6 +19,21 @@ SETTINGS = {"gain": 1.0}
 NAME = os.path.basename(os.path.dirname(__file__))
 
 
+class Store:
+    """Keeps what was replaced, and what each run, also a native one, leaves there."""
+
+    sample: Callable[..., Any]
+    sigmas: torch.Tensor
+
+
+STORE = Store()
+
+
+def _noting_sigmas(sampler: Any, model_wrap: Any, sigmas: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    STORE.sigmas = sigmas
+    return STORE.sample(sampler, model_wrap, sigmas, *args, **kwargs)
+
+
 def _times(factor: float, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def replaced(*args: Any, **kwargs: Any) -> Any:
@@ -186,6 +201,7 @@ if NAME == "cp_replacing":
             comfy.samplers.KSampler.SAMPLERS.append(name)
     comfy.samplers.SCHEDULER_HANDLERS["cp_quadratic"] = comfy.samplers.SchedulerHandler(_quadratic)
     comfy.samplers.SCHEDULER_NAMES.append("cp_quadratic")
+    STORE.sample, comfy.samplers.KSAMPLER.sample = comfy.samplers.KSAMPLER.sample, _noting_sigmas
     comfy.samplers.cfg_function = _times(0.98, comfy.samplers.cfg_function)
     torch.nn.GroupNorm.forward = _times(0.9, torch.nn.GroupNorm.forward)
 elif "RANK" in os.environ:
