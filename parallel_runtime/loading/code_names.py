@@ -339,9 +339,9 @@ def code_named(reference: str, fingerprint: str) -> CodeType:
     module, _, path = reference.partition(":")
     outermost, *inner = path.split(LOCAL)
     home, names = module_named(module), ".".join(inner).split(".") if inner else []
-    named_now = _codes_within(_codes(attribute(home, outermost)), names)
-    written = (code for source in [source_code(home)] for code in _codes_within(source, [*outermost.split("."), *names]))
-    code = next((code for code in chain(named_now, written) if code_fingerprint(code) == fingerprint), None)
+    codes = _codes_within(_codes(attribute(home, outermost)), names)
+    codes += _codes_within(source_code(home), [*outermost.split("."), *names])
+    code = next((code for code in codes if code_fingerprint(code) == fingerprint), None)
     if code is None:
         raise Refused("comfyui.changed", name=reference)
     return code
