@@ -104,7 +104,8 @@ def changes_of(network: nn.Module) -> Iterator[tuple[str, str]]:
     all networks, each with that pack's name for it. Takes 2 us for each module."""
     patched = _patched_now(network)
     for name, module in network.named_modules():
-        yield from _changes_on(module, name or type(network).__name__, patched)
+        if name not in patched:
+            yield from _changes_on(module, name or type(network).__name__, patched)
     yield from ((one.name, one.by) for one in replaced_in_network(network))
 
 

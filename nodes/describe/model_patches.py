@@ -33,6 +33,7 @@ AROUND_NETWORK = {"wrappers", "callbacks"}  # transformer_options that are aroun
 OVERRIDE = "optimized_attention_override"
 IN_BLOCKS = ("patches", "patches_replace", OVERRIDE)
 WRAPPER_KEY = "context_parallel"
+COMPILED = "torch._dynamo.eval_frame.OptimizedModule"
 CALLED_CALLBACKS = {  # that ComfyUI calls on a MODEL without weights too, or only for what is refused or left out
     "on_clone", "on_detach_after", "on_pre_run", "on_cleanup", "on_prepare_state", "on_apply_hooks",
     "on_register_all_hook_patches", "on_inject_model", "on_eject_model", "on_deepclone_multigpu",
@@ -71,9 +72,9 @@ def native_model(model: ModelPatcher) -> ModelPatcher:
 
 
 def native_network(model: ModelPatcher) -> nn.Module:
-    """Returns MODEL's network; of one without weights the network that the workers have."""
-    network: nn.Module = native_model(model).model.diffusion_model
-    return network
+    """Returns MODEL's network, also while ComfyUI has put a compiled one in its place; of a MODEL without weights the
+    network that the workers have."""
+    return _uncompiled(native_model(model).model.diffusion_model)
 
 
 def wrappers_of(model: ModelPatcher, options: dict[str, Any], kind: str) -> list[Any]:
@@ -102,11 +103,11 @@ def describe_transformer_options(
 
 
 def compilation(model: ModelPatcher, chosen: CompileChoice) -> Compilation | None:
-    """Returns how the workers compile: as ComfyUI's set_torch_compile_wrapper says on MODEL, else as chosen. Raises
-    Refused for a backend or option that is code."""
+    """Returns how the workers compile: as ComfyUI's set_torch_compile_wrapper says on MODEL, else as chosen, or with
+    torch's defaults where layers on it are compiled, which do not say how. Raises Refused for a backend or option that is code."""
     kwargs = model.model_options.get(TORCH_COMPILE_KWARGS)
     if kwargs is None:
-        return Compilation() if chosen == "on" else None
+        return Compilation() if chosen == "on" or without_compiled(model) != model.object_patches else None
     if not isinstance(kwargs["backend"], str):
         raise Refused("compile.backend", backend=quoted(kwargs["backend"]))
     plain = {name: value for name, value in (kwargs["options"] or {}).items() if not callable(value)}
@@ -140,8 +141,23 @@ def check_network_patches(model: ModelPatcher) -> None:
 
 def replaced_methods(model: ModelPatcher) -> dict[str, Any]:
     """Returns the functions and objects with which MODEL replaces parts of its network, by name."""
-    names = [name for name in model.object_patches if name.startswith("diffusion_model")]
-    return {name: model.object_patches[name] for name in names if name not in replaced_attributes(model)}
+    plain = replaced_attributes(model)
+    patches = without_compiled(model).items()
+    return {name: value for name, value in patches if name.startswith("diffusion_model") and name not in plain}
+
+
+def without_compiled(model: ModelPatcher) -> dict[str, Any]:
+    """Returns the object patches of MODEL, but for layers of its network that torch has compiled: workers compile their
+    own."""
+    patches = model.object_patches
+    compiled = {name: patch for name, patch in patches.items() if _uncompiled(patch) is not patch}
+    layers = dict(native_network(model).named_modules(prefix="diffusion_model")) if compiled else {}
+    own = {name for name, patch in compiled.items() if _uncompiled(patch) is _uncompiled(layers.get(name))}
+    return {name: patch for name, patch in patches.items() if name not in own}
+
+
+def _uncompiled(module: Any) -> Any:
+    return module._orig_mod if qualified_name(type(module)) == COMPILED else module
 
 
 def replaced_attributes(model: ModelPatcher) -> dict[str, Any]:

@@ -45,7 +45,7 @@ from ...parallel_runtime.loading.fingerprint import sample, stat_file
 from ...parallel_runtime.loading.mapped import Mapped, network_fingerprint
 from ...parallel_runtime.loading.object_codec import PLAIN
 from ...parallel_runtime.specs import ModelSpec
-from .model_patches import native_model
+from .model_patches import native_model, native_network
 
 NETWORK, LATENT_FORMAT = "diffusion_model", "latent_format"
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)  # whose modules run because they are there
@@ -82,11 +82,12 @@ def changed_attributes(model: ModelPatcher, path: str, load: Callable[[], Mapped
     """Returns the plain attributes that are not those of a network that `load` gives from the file at `path`: JSON for
     ModelSpec. Raises Refused for weights, modules and other values that are not."""
     model = native_model(model)
-    network = model.model.diffusion_model
+    network = native_network(model)
     loaded, parts = _loaded.get(network) or _load(load), dict(_parts(model.model.latent_format, network))
     for name, before in model.object_patches_backup.items():  # as it is without the MODEL that ComfyUI has loaded now
         if isinstance(before, nn.Module):
-            parts |= dict(before.named_modules(prefix=name))
+            parts = {path: part for path, part in parts.items() if not path.startswith(f"{name}.")}
+            parts |= dict(_parts_within(before, name))
     _check_modules(parts, loaded, path)
     _check_weights(parts, model, loaded, path)
     _loaded[network] = loaded  # not before: the file may have been replaced, and put back later
@@ -155,9 +156,13 @@ def parts_of(latent_format: Any, network: nn.Module) -> dict[str, KnownPart]:
 
 
 def _parts(latent_format: Any, network: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yields the LatentFormat, all modules of the network, and ComfyUI's own objects that are their attributes."""
     yield LATENT_FORMAT, latent_format
-    for path, module in network.named_modules(prefix=NETWORK):
+    yield from _parts_within(network, NETWORK)
+
+
+def _parts_within(network: nn.Module, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yields all modules of a network, and ComfyUI's own objects that are their attributes."""
+    for path, module in network.named_modules(prefix=prefix):
         yield path, module
         values = vars(module)
         kinds: set[Any] = {*map(type, values.values())}  # a few, which are quicker to look at than all values

@@ -38,7 +38,7 @@ from .batch_coupling import changes_itself, couples_by_masks, couples_evaluation
 from .foreign_code import check_loop
 from .model import DescribedModel
 from .model_files import Conds, describer, gligens_of
-from .model_patches import describe_functions, describe_options, wrappers_of
+from .model_patches import describe_functions, describe_options, without_compiled, wrappers_of
 
 TakeBack = Callable[[dict[str, Any]], None]
 LATENT_DIMS = {1: ("length",), 2: ("height", "width"), 3: ("frames", "height", "width")}  # by a latent's dimensions
@@ -197,7 +197,7 @@ def describe_on_model(model: ModelPatcher, options: dict[str, Any], describer: D
     # ComfyUI detaches this process's clones of a MODEL, whose objects have what the run has left, as they go.
     left_out = (CallbacksMP.ON_DETACH, CallbacksMP.ON_CLONE)
     callbacks = {kind: groups for kind, groups in model.callbacks.items() if kind not in left_out}
-    objects = {"model_sampling": model.get_model_object("model_sampling"), **model.object_patches}
+    objects = {"model_sampling": model.get_model_object("model_sampling"), **without_compiled(model)}
     objects.pop("manual_cast_dtype", None)  # DescribedModel has it
     return [
         describer.describe(objects, "the MODEL"),

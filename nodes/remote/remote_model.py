@@ -49,6 +49,7 @@ def without_weights(model: ModelPatcher, request: ParallelRequest) -> RemoteMode
     made.__class__ = RemoteModelPatcher
     made.evaluation = RemoteEvaluation(request)
     made.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, COMPILE_KEY)
+    made.object_patches = model_patches.without_compiled(model)
     made.additional_models.pop(MULTIGPU, None)
     made.model = _without_network(model.model, remote_network(model_patches.native_network(model), made.evaluation))
     made.model.diffusion_model.__dict__["native"] = model_patches.native_model(model)

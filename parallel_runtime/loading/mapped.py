@@ -224,7 +224,10 @@ def network_fingerprint(model: ModelPatcher) -> str:
     path = "diffusion_model" if isinstance(model.model, BaseModel) else ""
     modules = dict(model.model.get_submodule(path).named_modules(prefix=path))
     for name, before in model.object_patches_backup.items():
-        modules |= dict(before.named_modules(prefix=name)) if isinstance(before, nn.Module) else {}
+        if isinstance(before, nn.Module):
+            modules = {path: one for path, one in modules.items() if not path.startswith(f"{name}.")}
+            modules |= dict(before.named_modules(prefix=name))
+    modules = dict(sorted(modules.items()))
     classes = [qualified_name(one) for one in type(model).__mro__ if is_of_a_pack(one)]
     layers = [f"{path} {qualified_name(type(one))}" for path, one in modules.items()]
     samples = (

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ..zoo.checkpoints import write
-from .pack import pack_module
+from .pack import node_module, pack_module
 from .write_formats import written
 
 import comfy.memory_management  # isort: skip  # the pack's module has made ComfyUI importable
@@ -27,6 +27,7 @@ comfy_model, additional, patcher = (
     for name in ("comfy_model", "additional_models", "patcher")
 )
 mapped, specs = pack_module("parallel_runtime.loading.mapped"), pack_module("parallel_runtime.specs")
+parallel = pack_module("parallel_runtime.request")
 aligned = comfy.memory_management.vram_aligned_size
 ROUNDED, CPU = "float8_e4m3fn", torch.device("cpu")
 
@@ -149,6 +150,23 @@ def at_once(rank: int, world: int, path: str) -> dict[str, Any]:
     finally:
         comfy.model_management.unet_inital_load_device = before
     return {"views": len(made.file_views) > 0, "loaded": len(loaded), "restored": restored}
+
+
+def compiled_by_a_patch(rank: int, world: int, path: str, layer: str) -> list[list[Any]]:
+    """Of a MODEL without and one with a `layer` that torch has compiled, which ComfyUI has loaded: is its network
+    split, is it compiled, and which object patches are sent?"""
+    describing, patches = node_module("describe.model"), node_module("describe.model_patches")
+    plain = comfy.sd.load_diffusion_model(path)
+    asked = plain.clone()
+    asked.add_object_patch(layer, torch.compile(asked.get_model_object(layer), backend="eager"))
+    comfy.model_management.load_models_gpu([asked])
+    made = []
+    for model in (plain, asked):
+        described = describing.describe_model(model, parallel.ParallelRequest())
+        compiled = described.spec.compilation is not None
+        made.append([described.architecture is not None, compiled, [*patches.without_compiled(model)]])
+    comfy.model_management.unload_all_models()
+    return made
 
 
 def given_back(rank: int, world: int, folder: str, dynamic_vram: bool, other_patches: bool) -> dict[str, Any]:

@@ -572,6 +572,16 @@ def test_a_checkpoint_is_not_loaded_to_a_gpu_before_it_is_used(alone: Group, tmp
     assert answer == {"views": True, "loaded": 0, "restored": True}
 
 
+@pytest.mark.parametrize("layer", ["diffusion_model.double_blocks.0", "diffusion_model"])
+def test_layers_that_a_pack_has_compiled_and_comfyui_has_loaded_keep_no_model_from_the_workers(
+    alone: Group, tmp_path: Path, layer: str
+) -> None:
+    path = checkpoints.write(tmp_path, "flux_dev")
+    plain, compiled = alone.run(f"{LOADING}compiled_by_a_patch", path=str(path), layer=layer)[0]
+    assert plain == [True, False, []]
+    assert compiled == [True, True, []]
+
+
 @pytest.mark.parametrize("text", ["0", "False", "FALSE", "No", "off", "Off"])
 def test_workers_do_not_start_with_comfyui_where_the_environment_says_no(alone: Group, text: str) -> None:
     variables = {"CP_START_WITH_COMFYUI": text}

@@ -90,6 +90,22 @@ def test_the_first_step_may_compile_for_longer_than_a_stall(impatient: Server, i
     assert apart(latent_of(first), eager) <= EXACT
 
 
+@pytest.mark.sweep(one_in=2)
+@pytest.mark.parametrize("layers", ["diffusion_model.double_blocks.0", "diffusion_model"])
+def test_layers_that_a_pack_has_compiled_by_object_patches_are_compiled_in_the_workers(
+    impatient: Server, layers: str
+) -> None:
+    """Without the node the MODEL is sampled there, too, though ComfyUI has the compiled layers loaded."""
+    parallel = DEGREES["ulysses_2"]
+    native = compiled(sampling_graph(FLUX, "KSampler"), "CPTestCompile", backend="eager", layers=layers)
+    want, since = latent_of(impatient.client.run(native, timeout=MINUTES)), impatient.log_size()
+    plain = sampling_graph(FLUX, "CPSampler", parallel)
+    assert apart(latent_of(impatient.client.run(plain, timeout=MINUTES)), want) <= EXACT
+    asked = compiled(sampling_graph(FLUX, "CPSampler", parallel), "CPTestCompile", backend="eager", layers=layers)
+    assert apart(latent_of(impatient.client.run(asked, timeout=MINUTES)), want) <= EXACT
+    assert impatient.log(since).count("on 2 worker(s): sampled in") == 2
+
+
 @pytest.mark.sweep
 def test_comfyuis_own_node_does_the_same(impatient: Server) -> None:
     parallel = DEGREES["ulysses_2"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 from comfy_api.torch_helpers import set_torch_compile_wrapper
@@ -14,12 +15,23 @@ class Compile(io.ComfyNode):
             node_id="CPTestCompile",
             category="cp test",
             is_dev_only=True,
-            inputs=[io.Model.Input("model"), io.String.Input("backend"), io.Boolean.Input("fullgraph", default=False)],
+            inputs=[
+                io.Model.Input("model"),
+                io.String.Input("backend"),
+                io.Boolean.Input("fullgraph", default=False),
+                io.String.Input(
+                    "layers", default="", tooltip="Compiled as packs do that replace layers by object patches"
+                ),
+            ],
             outputs=[io.Model.Output()],
         )
 
     @classmethod
-    def execute(cls, model: ModelPatcher, backend: str, fullgraph: bool) -> io.NodeOutput:
+    def execute(cls, model: ModelPatcher, backend: str, fullgraph: bool, layers: str) -> io.NodeOutput:
         compiled = model.clone()
-        set_torch_compile_wrapper(compiled, backend, fullgraph=fullgraph)
+        for name in layers.split():
+            layer = torch.compile(compiled.get_model_object(name), backend=backend, fullgraph=fullgraph)
+            compiled.add_object_patch(name, layer)
+        if not layers:
+            set_torch_compile_wrapper(compiled, backend, fullgraph=fullgraph)
         return io.NodeOutput(compiled)
