@@ -104,7 +104,8 @@ def describe_transformer_options(
 
 def compilation(model: ModelPatcher, chosen: CompileChoice) -> Compilation | None:
     """Returns how the workers compile: as ComfyUI's set_torch_compile_wrapper says on MODEL, else as chosen, or with
-    torch's defaults where layers on it are compiled, which do not say how. Raises Refused for a backend or option that is code."""
+    torch's defaults where layers on it are compiled, which do not say how. Raises Refused for a backend or option that
+    is code."""
     kwargs = model.model_options.get(TORCH_COMPILE_KWARGS)
     if kwargs is None:
         return Compilation() if chosen == "on" or without_compiled(model) != model.object_patches else None
