@@ -9,7 +9,6 @@ import functools
 import itertools
 import logging
 import math
-import random
 import sys
 import uuid
 from collections import OrderedDict, defaultdict, deque
@@ -44,6 +43,7 @@ from .code_names import (
 )
 from .fingerprint import code_fingerprint
 from .model_kinds import MODEL_KINDS, Kind, Node, exactly, of_types
+from .random_states import STATES, describe_generator, rebuild_generator, set_state, state_of
 
 if TYPE_CHECKING:
     from .object_codec import Parts, Rebuilder
@@ -221,13 +221,18 @@ def _slots(kind: type) -> list[str]:
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """Returns the attributes of an object itself, those in `__slots__` too."""
+    """Returns the attributes of an object itself, those in `__slots__` too; of a random generator its state."""
+    if type(value) in STATES:
+        return {"state": state_of(value)}
     slots = {name: getattr(value, name) for name in _slots(type(value)) if hasattr(value, name)}
     return {**slots, **getattr(value, "__dict__", {})}
 
 
 def set_attributes(value: Any, attributes: dict[str, Any]) -> None:
     """Gives an object these attributes, and no others. A class may refuse to have them set (a frozen dataclass)."""
+    if type(value) in STATES:
+        set_state(value, attributes["state"])
+        return
     slots = _slots(type(value))
     for name in slots:
         if name in attributes:
@@ -247,12 +252,6 @@ def _describe_dict(value: dict[Any, Any], to: Parts) -> Node:
 def _rebuild_dict(node: Node, make: Rebuilder) -> dict[Any, Any]:
     items = make(node["items"])
     return defaultdict(make(node["factory"]), items) if "factory" in node else DICTS[node["type"]](items)
-
-
-def _rebuild_random(node: Node, make: Rebuilder) -> random.Random:
-    made = random.Random()
-    made.setstate(make(node["state"]))
-    return made
 
 
 def _is_named(value: Any) -> bool:
@@ -370,6 +369,6 @@ KINDS = {  # a value is of the first kind that fits
         lambda value, to: {"name": _module_value(value, to.what)},
         lambda node, make: _module_of_value(node["name"]),
     ),
-    "random": Kind(exactly(random.Random), lambda value, to: {"state": to(value.getstate())}, _rebuild_random),
+    "random": Kind(exactly(*STATES), describe_generator, rebuild_generator),
     "object": Kind(lambda value: True, _describe_object, _rebuild_object),
 }

@@ -1,12 +1,19 @@
-"""States of random generators, torch's of the CPU and a device, Python's and numpy's: read here, set elsewhere."""
+"""States of random generators, torch's of the CPU and a device, Python's and numpy's, and those that packs keep: read
+here, set elsewhere."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
+
+STATES: dict[type, tuple[str, str]] = {  # by the kind of a generator: what reads and sets its state
+    random.Random: ("getstate", "setstate"), torch.Generator: ("get_state", "set_state")
+}  # fmt: skip
 
 
 def generator_kind(device: torch.device) -> str:
@@ -39,3 +46,27 @@ def set_random_states(states: dict[str, Tensor], device: torch.device) -> None:
     numpy.random.set_state(("MT19937", numpy.array(numpy_words).astype("uint32"), int(position), int(has_gauss), gauss))
     if device.type != "cpu" and device.type in states:
         torch.get_device_module(device).set_rng_state(states[device.type], device)
+
+
+def state_of(generator: Any) -> Any:
+    return getattr(generator, STATES[type(generator)][0])()
+
+
+def set_state(generator: Any, state: Any) -> None:
+    getattr(generator, STATES[type(generator)][1])(state)
+
+
+def describe_generator(generator: Any, to: Callable[[Any], Any]) -> dict[str, Any]:
+    """Describes a generator, for KINDS; torch's own is the other process's own, whose state each run sends."""
+    if generator is torch.default_generator:
+        return {}
+    return {"device": to(getattr(generator, "device", None)), "state": to(state_of(generator))}
+
+
+def rebuild_generator(node: dict[str, Any], make: Callable[[Any], Any]) -> Any:
+    if "state" not in node:
+        return torch.default_generator
+    device = make(node["device"])
+    made = random.Random() if device is None else torch.Generator(device)
+    set_state(made, make(node["state"]))
+    return made

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import tempfile
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,6 +49,27 @@ def made_again(rank: int, world: int, **changed: str) -> str:
         return str(refused)
     assert made.__code__ is function.__code__
     return "made"
+
+
+def drawn(rank: int, world: int) -> dict[str, list[bool]]:
+    """Of random generators in a pack's list: does one draw in the worker what it would draw here, and then here what
+    comes after that? torch's own is the worker's own."""
+    draws: dict[str, Callable[[Any], Any]] = {
+        "Python's": lambda dice: dice.random(), "torch's": lambda dice: torch.rand(3, generator=dice).tolist()
+    }  # fmt: skip
+    equal = {}
+    for name, draw in draws.items():
+        dice, again = (random.Random(5) if name == "Python's" else torch.Generator().manual_seed(5) for _ in range(2))
+        here = code.describer()
+        there = codec.Rebuilder(here.tensors)
+        (made,) = there(here.describe([dice], "a pack's list", of_pack=True))
+        drawn = [draw(made)]
+        changes, _ = there.changes()
+        here.take_back(changes)
+        equal[name] = [one == draw(again) for one in (*drawn, draw(dice))]
+    own = code.describer()
+    (made,) = codec.Rebuilder(own.tensors)(own.describe([torch.default_generator], "a pack's list", of_pack=True))
+    return {**equal, "torch's own": [made is torch.default_generator]}
 
 
 def tokens_merged_after_a_run(rank: int, world: int) -> bool:

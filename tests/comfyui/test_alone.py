@@ -53,6 +53,11 @@ def two(processes: Ranks) -> Group:
     return Group(processes, 2)
 
 
+def test_a_random_generator_in_a_packs_object_goes_to_the_workers_and_comes_back(alone: Group) -> None:
+    (equal,) = alone.run(f"{CODE}drawn")
+    assert equal == {"Python's": [True, True], "torch's": [True, True], "torch's own": [True]}
+
+
 def test_what_forward_does_beside_the_network_is_done_once_where_the_loop_stays_in_comfyui(alone: Group) -> None:
     """Every network of the zoo: ComfyUI's process does it, with the wrappers, and a worker does not do it again."""
     assert alone.run(f"{TOGETHER}stepwise") == [{}]
