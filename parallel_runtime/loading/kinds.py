@@ -221,7 +221,10 @@ def _slots(kind: type) -> list[str]:
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """Returns the attributes of an object itself, those in `__slots__` too; of a random generator its state."""
+    """Returns the attributes of an object itself, those in `__slots__` too; of a random generator its state, of a
+    closure's variable what is assigned to it."""
+    if isinstance(value, CellType):
+        return {} if value == CellType() else {"cell_contents": value.cell_contents}
     if type(value) in STATES:
         return {"state": state_of(value)}
     slots = {name: getattr(value, name) for name in _slots(type(value)) if hasattr(value, name)}
@@ -232,6 +235,9 @@ def set_attributes(value: Any, attributes: dict[str, Any]) -> None:
     """Gives an object these attributes, and no others. A class may refuse to have them set (a frozen dataclass)."""
     if type(value) in STATES:
         set_state(value, attributes["state"])
+        return
+    if isinstance(value, CellType):
+        value.cell_contents = attributes.get("cell_contents")
         return
     slots = _slots(type(value))
     for name in slots:

@@ -25,7 +25,7 @@ from .kinds import KINDS, attributes_of, set_attributes
 from .model_kinds import Node
 
 PLAIN = bool | int | float | str | None
-RETURNED = ("list", "deque", "set", "dict", "object", "namespace", "random")  # kinds that code of a pack may change
+RETURNED = ("list", "deque", "set", "dict", "object", "namespace", "random", "cell")  # what code of a pack may change
 DescribeLoaded = Callable[[Any, "Parts"], Node]
 LoadAdditional = Callable[[Node], Any]
 

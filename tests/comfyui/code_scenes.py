@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -37,6 +38,15 @@ architecture_of = pack_module("parallel_runtime.architectures").architecture_of
 network_stats = pack_module("parallel_runtime.planning.network_stats")
 messages = pack_module("parallel_runtime.wire.messages")
 codec, packs = pack_module("parallel_runtime.loading.object_codec"), pack_module("parallel_runtime.loading.code_names")
+COUNTING = """
+def counting():
+    steps = 0
+    def count():
+        nonlocal steps
+        steps += 1
+        return steps
+    return count
+"""
 
 
 def made_again(rank: int, world: int, **changed: str) -> str:
@@ -70,6 +80,21 @@ def drawn(rank: int, world: int) -> dict[str, list[bool]]:
     own = code.describer()
     (made,) = codec.Rebuilder(own.tensors)(own.describe([torch.default_generator], "a pack's list", of_pack=True))
     return {**equal, "torch's own": [made is torch.default_generator]}
+
+
+def counted(rank: int, world: int) -> list[int]:
+    """What a pack's function counts in a variable of the function around it: twice in the worker, and then here."""
+    folder = Path(tempfile.mkdtemp())
+    folder_paths.add_model_folder_path("custom_nodes", str(folder))
+    (folder / "counting.py").write_text(COUNTING)
+    os.utime(folder / "counting.py", (packs.STARTED - 60,) * 2)
+    name = packs.import_pack(f"counting.py@{packs.pack_fingerprint(str(folder / 'counting.py'))}")
+    count, here = sys.modules[name].counting(), code.describer()
+    there = codec.Rebuilder(here.tensors)
+    made = there(here.describe(count, "the MODEL"))
+    there_counted = [made(), made()]
+    here.take_back(there.changes()[0])
+    return [*there_counted, count()]
 
 
 def tokens_merged_after_a_run(rank: int, world: int) -> bool:

@@ -53,6 +53,10 @@ def two(processes: Ranks) -> Group:
     return Group(processes, 2)
 
 
+def test_a_variable_that_a_packs_function_has_changed_in_the_function_around_it_comes_back(alone: Group) -> None:
+    assert alone.run(f"{CODE}counted") == [[1, 2, 3]]
+
+
 def test_a_random_generator_in_a_packs_object_goes_to_the_workers_and_comes_back(alone: Group) -> None:
     (equal,) = alone.run(f"{CODE}drawn")
     assert equal == {"Python's": [True, True], "torch's": [True, True], "torch's own": [True]}
