@@ -22,12 +22,12 @@ from comfy.samplers import CFGGuider
 from comfy_api.torch_helpers.torch_compile import COMPILE_KEY
 from torch import Tensor
 
-from ...parallel_runtime.errors import Refused, WorkerLost, say
+from ...parallel_runtime.errors import Refused, Sentence, WorkerLost, say
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.group.this_machine import checked_plan
 from ...parallel_runtime.jobs import TWO_MODEL_GUIDERS, SamplingJob
 from ...parallel_runtime.loading import code_names
-from ...parallel_runtime.loading.code_names import Unsendable, qualified_name, reference
+from ...parallel_runtime.loading.code_names import Unsendable, is_of_a_pack, qualified_name, reference
 from ...parallel_runtime.loading.pack_states import note_unequal
 from ...parallel_runtime.loading.random_states import set_random_states
 from ...parallel_runtime.loading.replaced_code import forget_put_back, note_refused
@@ -37,7 +37,7 @@ from ..describe.foreign_code import why_replaced
 from ..describe.host import announce_refusals, comfy_setup
 from ..describe.model import DescribedModel, describe_model, unwrap_sampler, uses_network
 from ..describe.model_files import controls_of
-from ..describe.model_patches import WRAPPER_KEY
+from ..describe.model_patches import WRAPPER_KEY, why_changed
 from ..describe.sampling_job import (
     FULL_RUN_OPTIONS,
     OuterSample,
@@ -57,6 +57,7 @@ from .remote_model import without_weights
 # Refusals of what a pack's code does to a split network in the middle of a run.
 SEES_ALL_TOKENS = {"network.meanwhile", "blocks.inside", "attention.all_heads", "ring.node"}
 log = logging.getLogger(__name__)
+Why = Callable[[ModelPatcher], Sentence | None]
 
 PREVIEWS = (  # OUTER_SAMPLE wrappers that only show each step, with what workers do not have; KJNodes' are the others
     "comfy_extras.nodes_triposplat.TripoSplatSamplingPreview.execute.<locals>.outer_sample_wrapper",
@@ -70,12 +71,12 @@ def model_on_workers(model: ModelPatcher, request: ParallelRequest) -> ModelPatc
     right latent, as a pack has replaced code that all networks run. Raises Refused for what workers cannot honour."""
     if _stay_native([model], request):
         return model
-    return _on_workers(model, _describe_checked(model, request), request)
+    return _on_workers(model, RemoteSampling(_describe_checked(model, request), request))
 
 
-def _stay_native(models: Iterable[ModelPatcher], request: ParallelRequest) -> bool:
+def _stay_native(models: Iterable[ModelPatcher], request: ParallelRequest, why: Why = why_replaced) -> bool:
     forget_put_back()
-    reason = next(filter(None, map(why_replaced, models)), None)
+    reason = next(filter(None, map(why, models)), None)
     if reason is not None:
         _check_stepwise(request, reason)
         log.warning("[CP] %s", say("run.native", reason=reason))
@@ -88,9 +89,7 @@ def _describe_checked(model: ModelPatcher, request: ParallelRequest) -> Describe
     return described
 
 
-def _on_workers(
-    model: ModelPatcher, described: DescribedModel, request: ParallelRequest, reason: Unsendable | None = None
-) -> ModelPatcher:
+def _on_workers(model: ModelPatcher, sampling: RemoteSampling | LateSampling) -> ModelPatcher:
     remote = model.clone()
     remote.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, COMPILE_KEY)
     remote.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, WRAPPER_KEY)  # CP Model's
@@ -98,7 +97,7 @@ def _on_workers(
     is_preview = {key: all(qualified_name(one).endswith(PREVIEWS) for one in wrappers[key]) for key in wrappers}
     previews = {key: group for key, group in wrappers.items() if is_preview[key]}
     inner = {key: group for key, group in wrappers.items() if key not in previews}  # run in the workers
-    ours = {WRAPPER_KEY: [RemoteSampling(described, request, reason)]}
+    ours = {WRAPPER_KEY: [sampling]}
     remote.wrappers[WrappersMP.OUTER_SAMPLE] = {**previews, **ours, **inner}
     return remote
 
@@ -112,18 +111,19 @@ def guider_on_workers(guider: Any, request: ParallelRequest) -> Any:
         return guider
     remote = copy.copy(guider)
     described = {name: _describe_checked(model, request) for name, model in models.items()}
+    sampling: RemoteSampling | LateSampling = LateSampling(request)
     try:
         check_guider(guider)
         with_partner = _with_partner(guider, described, request)
+        if not is_of_a_pack(type(guider)):  # whose `sample` may change the network first
+            sampling = RemoteSampling(with_partner, request)
     except Unsendable as reason:
-        if compared_sampler() is not None:
-            remote.model_patcher = _on_workers(models["model_patcher"], described["model_patcher"], request, reason)
-            remote.model_options = remote.model_patcher.model_options
+        if compared_sampler() is None:
+            for name, model in models.items():
+                setattr(remote, name, _with_remote_network(model, request, reason))
             return remote
-        for name, model in models.items():
-            setattr(remote, name, _with_remote_network(model, request, reason))
-        return remote
-    remote.model_patcher = _on_workers(models["model_patcher"], with_partner, request)
+        sampling = RemoteSampling(described["model_patcher"], request, reason)
+    remote.model_patcher = _on_workers(models["model_patcher"], sampling)
     remote.model_options = remote.model_patcher.model_options
     return remote
 
@@ -199,7 +199,7 @@ class LateSampling:
 
     def __call__(self, executor: Any, *args: Any, **kwargs: Any) -> Tensor:
         with announce_refusals():
-            if _stay_native(_models_of(executor.class_obj).values(), self.request):
+            if _stay_native(_models_of(executor.class_obj).values(), self.request, why_changed):
                 return executor(*args, **kwargs)
             remote = self._remote_sampling(executor.class_obj)
             return remote(executor, *args, **kwargs)

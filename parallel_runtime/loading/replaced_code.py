@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import CellType, CodeType, FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import comfy.ldm.modules.attention
@@ -346,7 +346,10 @@ def _file(value: Any) -> str:
 
 
 def name_in_pack(value: Any) -> str:
-    """Returns a name of the pack's own, where functools.wraps gave a function that of ComfyUI's or torch's."""
+    """Returns a name of the pack's own, where functools.wraps gave a function that of ComfyUI's or torch's, also of a
+    method that is made of a functools.partial."""
+    while not hasattr(value, "__qualname__") and isinstance(value, MethodType | functools.partial):
+        value = value.func if isinstance(value, functools.partial) else value.__func__
     if is_in_a_pack(value) and (value.__module__ or "").partition(".")[0] in OWNERS:
         return _file(value).rpartition(CUSTOM_NODES)[2]
     return qualified_name(value)

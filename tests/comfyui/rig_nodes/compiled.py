@@ -18,7 +18,7 @@ class Compile(io.ComfyNode):
             inputs=[
                 io.Model.Input("model"),
                 io.String.Input("backend"),
-                io.Boolean.Input("fullgraph", default=False),
+                io.Boolean.Input("fullgraph", optional=True),
                 io.String.Input(
                     "layers", default="", tooltip="Compiled as packs do that replace layers by object patches"
                 ),
@@ -27,7 +27,7 @@ class Compile(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, model: ModelPatcher, backend: str, fullgraph: bool, layers: str) -> io.NodeOutput:
+    def execute(cls, model: ModelPatcher, backend: str, fullgraph: bool = False, layers: str = "") -> io.NodeOutput:
         compiled = model.clone()
         for name in layers.split():
             layer = torch.compile(compiled.get_model_object(name), backend=backend, fullgraph=fullgraph)

@@ -294,18 +294,34 @@ class TiltGuider(comfy.samplers.CFGGuider):
         return self.gain(out)
 
 
+def _dimmed(forward: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    return 0.9 * forward(*args, **kwargs)
+
+
+class SwitchingGuider(TiltGuider):
+    """Has the network compute otherwise while it samples, as packs' guiders for NAG do."""
+
+    def sample(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        network = self.model_patcher.model.diffusion_model
+        network.forward = types.MethodType(functools.partial(_dimmed, type(network).forward), network)
+        try:
+            return super().sample(*args, **kwargs)
+        finally:
+            del network.forward
+
+
 class PackGuider(Fresh):
     @classmethod
     def define_schema(cls) -> io.Schema:
         sockets = [io.Model.Input("model"), io.Conditioning.Input("positive"), io.Conditioning.Input("negative")]
         return io.Schema(
-            node_id="CPTestPackGuider", category="cp test", is_dev_only=True, inputs=sockets,
-            outputs=[io.Guider.Output()],
+            node_id="CPTestPackGuider", category="cp test", is_dev_only=True,
+            inputs=[*sockets, io.Boolean.Input("switches", optional=True)], outputs=[io.Guider.Output()],
         )  # fmt: skip
 
     @classmethod
-    def execute(cls, model: ModelPatcher, positive: list, negative: list) -> io.NodeOutput:
-        guider = TiltGuider(model, [3.0, 2.0], Gain(0.98))
+    def execute(cls, model: ModelPatcher, positive: list, negative: list, switches: bool = False) -> io.NodeOutput:
+        guider = (SwitchingGuider if switches else TiltGuider)(model, [3.0, 2.0], Gain(0.98))
         guider.set_conds(positive, negative)
         return io.NodeOutput(guider)
 
