@@ -8,8 +8,8 @@ from comfy_api.latest import ComfyExtension, io
 from server import PromptServer
 
 from ..parallel_runtime.errors import Refused, WorkerLost
+from ..parallel_runtime.loading.mapped import note_missing
 from .classes import cp_loaders, cp_plan, cp_sampler, cp_vae_and_clip
-from .describe.clip import note_weights
 from .describe.model_files import note_files
 from .describe.model_source import note_loaders
 from .server.routes import add_routes, start_publishing, untested
@@ -23,7 +23,7 @@ class ContextParallelExtension(ComfyExtension):
         if newer := untested():
             logging.getLogger(__name__).warning("[CP] %s", newer)
         note_files()
-        note_weights()
+        note_missing()
         note_loaders()
         PromptServer.instance.add_on_prompt_handler(on_prompt)
         add_routes()

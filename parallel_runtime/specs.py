@@ -175,8 +175,8 @@ class ModelSpec:
     """A model by description: what a worker calls to load it, when the first job needs it.
 
     `loader` is `module:function` of ComfyUI, or a name that the worker knows; `arguments` are its positional arguments
-    as canonical JSON (nodes/describe/model.py), `index` selects one of several results. With a `weights_fingerprint`
-    it is the class of a node, `arguments` are the node's inputs and the folders of models, and the fingerprint tells
+    as canonical JSON (nodes/describe/model.py), `index` selects one of several results. Or it is the class of a node,
+    `arguments` are an object with the node's inputs and the folders of models, and the `weights_fingerprint` tells
     which of its results is the model. `weight_dtype` is ComfyUI's
     dtype of unquantised weights, `compute_dtype` that of computation, "" for its own choice. `force_cast` tells whether
     the MODEL has layers cast their weights at each use, `dynamic_vram` whether the host has ComfyUI's dynamic VRAM,
@@ -189,7 +189,7 @@ class ModelSpec:
     A VAE is one of the classes `kind` (autoencoders.py), whose weights and structure `weights_fingerprint` tells
     from all others.
     Without a `loader` its weights come with the job, and `arguments` are its file's metadata.
-    A `text_encoder` is that of a CLIP, whose structure `weights_fingerprint` tells from others.
+    A `text_encoder` is that of a CLIP, whose weights and structure `weights_fingerprint` tells from others.
     `partner` is the model of the negative prompt where a guider has two MODELs: both are loaded, split and placed as
     one, and `patches_fingerprint` identifies the patches on both.
     """

@@ -15,8 +15,9 @@ import torch
 from comfy_api.latest import io
 from torch.overrides import TorchFunctionMode
 
-from ...parallel_runtime.errors import Refused
+from ...parallel_runtime.errors import Refused, WorkerLost
 from ...parallel_runtime.group.payload_cache import SharedOutput
+from ...parallel_runtime.loading.code_names import check_usable, note_failed_import, packs_named, proven
 from ...parallel_runtime.loading.mapped import has_dynamic_vram
 from ...parallel_runtime.request import ParallelRequest
 from ...parallel_runtime.specs import ModelSpec
@@ -195,9 +196,16 @@ class ParallelCLIP(InWorkers, comfy.sd.CLIP):
 
     @contextmanager
     def using_workers(self) -> Iterator[None]:
-        check_weights(self._native.patcher)
+        packs = packs_named(self._spec.loader)
+        check_usable(packs)
+        check_weights(self._native.patcher, self._spec)
         try:
             yield
+            proven.update(packs)
+        except (Refused, WorkerLost) as error:
+            if note_failed_import(packs, error):
+                check_usable(packs)
+            raise
         finally:
             self.cond_stage_model.end()
 

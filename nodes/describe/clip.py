@@ -2,90 +2,82 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import comfy.sd
 from comfy.model_patcher import ModelPatcher
-from torch import nn
 
 from ...parallel_runtime.errors import Refused, say
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.jobs import Described
 from ...parallel_runtime.loading.code_names import is_comfyui, qualified_name, reference
-from ...parallel_runtime.loading.fingerprint import stat_file, structure_fingerprint
+from ...parallel_runtime.loading.fingerprint import stat_file
 from ...parallel_runtime.loading.mapped import Mapped, has_dynamic_vram, network_fingerprint
 from ...parallel_runtime.loading.replaced_code import MERGES
-from ...parallel_runtime.specs import ModelSpec, SourceFile
+from ...parallel_runtime.specs import ModelSpec
 from .foreign_code import changes_of, check_code, foreign_layers
 from .model import argument_to_json
 from .model_files import describer
+from .model_source import is_noted, spec_by_node
 from .vae import NotParallel
 
 DTYPE = "manual_cast_dtype"  # ComfyUI replaces it on each CLIP: encoders compute in it
 DEVICES = {"load_device", "offload_device", "initial_device"}  # options of loaders; workers have their own
 INSIDE = ("injections", "weight_wrapper_patches", "wrappers", "callbacks", "additional_models")  # of a patcher
 
-_made: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # the fingerprint of a text encoder as it was loaded
 
-
-def note_weights() -> None:
-    """Has ComfyUI note samples of a text encoder's weights as it loads them: nodes may change them in place."""
-    load_weights = comfy.sd.CLIP.load_sd
-
-    @functools.wraps(load_weights)
-    def noting(clip: comfy.sd.CLIP, *args: Any, **kwargs: Any) -> Any:
-        keys = load_weights(clip, *args, **kwargs)
-        _made[clip.cond_stage_model] = network_fingerprint(clip.patcher)
-        return keys
-
-    comfy.sd.CLIP.load_sd = noting
-
-
-def check_weights(patcher: ModelPatcher) -> None:
-    """Raises NotParallel for a text encoder whose layers or weights are not as ComfyUI has loaded them, but for
-    patches."""
-    made = _made.get(patcher.model)
-    if made is not None and made != network_fingerprint(patcher):
-        raise NotParallel(say("clip.edited", kind=qualified_name(type(patcher.model))))
+def check_weights(patcher: ModelPatcher, spec: ModelSpec) -> None:
+    """Raises Refused for a text encoder whose layers or weights, but for patches, are not as they were described. Those
+    that were changed before, workers find when they load its files."""
+    if network_fingerprint(patcher) != spec.weights_fingerprint:
+        raise Refused("clip.edited", title=spec.title)
 
 
 def describe_clip(clip: comfy.sd.CLIP) -> ModelSpec:
     """Returns what the workers load for this CLIP, without patches. Raises NotParallel, Refused."""
-    mapped = type(getattr(clip, "patcher", None)) is Mapped
-    if type(clip) is not comfy.sd.CLIP or not (mapped or is_comfyui(type(clip.patcher))):
-        kind = type(clip.patcher if type(clip) is comfy.sd.CLIP else clip)
-        raise NotParallel(say("clip.foreign", kind=qualified_name(kind)))
+    if type(clip) is not comfy.sd.CLIP:
+        raise NotParallel(say("clip.foreign", kind=qualified_name(type(clip))))
     patcher, encoder = clip.patcher, clip.cond_stage_model
-    check_encoder(patcher)
-    check_weights(patcher)
-    if not is_comfyui(encoder):
-        raise NotParallel(say("clip.foreign", kind=qualified_name(type(encoder))))
+    init: Any = getattr(patcher, "cached_patcher_init", None)  # older ComfyUIs have none of a CLIP
+    by_node = init is None or not is_comfyui(init[0])
+    check_encoder(patcher, of_pack=by_node)
+    for kind in () if by_node else (type(patcher), type(encoder)):
+        if kind is not Mapped and not is_comfyui(kind):
+            raise NotParallel(say("clip.foreign", kind=qualified_name(kind)))
     if not any(True for _ in encoder.parameters()):
         raise NotParallel(say("clip.weightless", kind=qualified_name(type(encoder))))
-    init = getattr(patcher, "cached_patcher_init", None)  # older ComfyUIs have none of a CLIP
-    if init is None:
+    if by_node and not is_noted(encoder):
         raise NotParallel(say("clip.nameless"))
-    loader, arguments, *_ = init
+    spec = spec_by_node(patcher) if by_node else _spec_by_loader(patcher, *init[:2])
+    if runtime.first_seen.setdefault(encoder, spec.files) != spec.files:
+        raise Refused("file.changed", path=spec.files[0].path)
+    return spec
+
+
+def _spec_by_loader(patcher: ModelPatcher, loader: Callable[..., Any], arguments: tuple[Any, ...]) -> ModelSpec:
+    paths = [arguments[0]] if isinstance(arguments[0], str) else arguments[0]
+    for path in paths:
+        if not os.path.exists(path):
+            raise Refused("file.gone", path=path)
     return ModelSpec(
         loader=reference(loader, "the loader"),
         arguments=json.dumps([*map(_without_devices, arguments)], default=partial(argument_to_json, loader)),
-        files=_files(encoder, arguments[0]),
-        dynamic_vram=has_dynamic_vram() and (mapped or patcher.is_dynamic()),
-        weights_fingerprint=structure_fingerprint(encoder),
+        files=tuple(map(stat_file, paths)),
+        dynamic_vram=has_dynamic_vram() and (type(patcher) is Mapped or patcher.is_dynamic()),
+        weights_fingerprint=network_fingerprint(patcher),
         text_encoder=True,
     )
 
 
-def check_encoder(patcher: ModelPatcher) -> None:
+def check_encoder(patcher: ModelPatcher, *, of_pack: bool) -> None:
     """Raises NotParallel for a text encoder with code of other packs, or with anything on it but weight patches and
-    hooks."""
-    for name, code in (*foreign_layers(patcher.model), *changes_of(patcher.model)):
+    hooks. What a pack's node has made may have its layers: workers call that node."""
+    for name, code in (*(() if of_pack else foreign_layers(patcher.model)), *changes_of(patcher.model)):
         raise NotParallel(say("vae.code", what=name, code=code))
     if replaced := patcher.object_patches.keys() - {DTYPE}:
         raise NotParallel(say("clip.patched", what=min(replaced)))
@@ -123,18 +115,6 @@ def _without_devices(argument: Any) -> Any:
     if not isinstance(argument, dict):
         return argument
     return {name: value for name, value in argument.items() if name not in DEVICES}
-
-
-def _files(encoder: Any, named: str | list[str]) -> tuple[SourceFile, ...]:
-    """Returns the files of a loader's argument. Raises Refused where one has changed since the CLIP was first seen."""
-    paths = [named] if isinstance(named, str) else named
-    for path in paths:
-        if not os.path.exists(path):
-            raise Refused("file.gone", path=path)
-    files = tuple(map(stat_file, paths))
-    if runtime.first_seen.setdefault(encoder, files) != files:
-        raise Refused("file.changed", path=paths[0])
-    return files
 
 
 def _holds(value: Any) -> bool:

@@ -4,8 +4,8 @@ where it names no file, the node that has made it.
 The file is loaded once more, as CP Load Diffusion Model does it, when a MODEL is first seen: its weights stay views of
 the mapped file, of which samples are read. Plain values that differ are sent; all else that differs is refused.
 
-torch tells us of each network that is put into a model, and ComfyUI which node of which prompt runs at that moment.
-Workers call that node with the same inputs.
+torch tells us of each network that is put into a model, ComfyUI of each other model that gets a ModelPatcher, such as
+a CLIP's text encoder, and which node of which prompt runs at that moment. Workers call that node with the same inputs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ...parallel_runtime.loading.code_names import (
     reference,
 )
 from ...parallel_runtime.loading.fingerprint import sample, stat_file
-from ...parallel_runtime.loading.mapped import Mapped, network_fingerprint
+from ...parallel_runtime.loading.mapped import Mapped, kept_dtypes, network_fingerprint
 from ...parallel_runtime.loading.object_codec import PLAIN
 from ...parallel_runtime.specs import ModelSpec
 from .model_patches import native_model, native_network
@@ -294,29 +294,48 @@ def _widened(samples: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class NodeCall:
-    """A node of the prompt that ran, its inputs (values or links), and the network as it put it into a model."""
+    """A node of the prompt that ran, its inputs (values or links), and the network that it put into a model, if any."""
 
     node: str
     inputs: dict[str, Any]
     made: dict[str, KnownPart]
 
 
-_calls: MutableMapping[Any, NodeCall] = WeakIdKeyDictionary()  # by ComfyUI's model around the network
+_calls: MutableMapping[Any, NodeCall] = WeakIdKeyDictionary()  # by the model in a ModelPatcher
 
 
 def note_loaders() -> None:
-    """Has torch tell us of networks from now on."""
+    """Has torch tell us of networks, and ComfyUI of ModelPatchers, from now on."""
     register_module_module_registration_hook(_note)
+    begin = ModelPatcher.__init__
+
+    @functools.wraps(begin)
+    def noting(patcher: ModelPatcher, model: Any, *args: Any, **kwargs: Any) -> None:
+        begin(patcher, model, *args, **kwargs)
+        if isinstance(model, nn.Module) and not isinstance(model, BaseModel) and not is_noted(model):
+            _note_running(model, {})
+
+    ModelPatcher.__init__ = noting
 
 
 def _note(owner: nn.Module, name: str, network: nn.Module | None) -> None:
     is_model = name == NETWORK and isinstance(owner, BaseModel) and "latent_format" in vars(owner)
-    if not is_model or network is None or (running := get_executing_context()) is None:
+    if is_model and network is not None and get_executing_context() is not None:
+        _note_running(owner, parts_of(owner.latent_format, network))
+
+
+def _note_running(model: nn.Module, made: dict[str, KnownPart]) -> None:
+    """Notes the node that runs at this moment, if one does, as that which makes the model."""
+    if (running := get_executing_context()) is None:
         return
     with suppress(NodeNotFoundError):  # a pack may run a prompt of its own
         node = get_progress_state().dynprompt.get_node(running.node_id)
-        made = parts_of(owner.latent_format, network)
-        _calls[owner] = NodeCall(node["class_type"], dict(node["inputs"]), made)
+        _calls[model] = NodeCall(node["class_type"], dict(node["inputs"]), made)
+
+
+def is_noted(model: nn.Module) -> bool:
+    """Is it known which node has made this model?"""
+    return model in _calls
 
 
 def note_call(model: BaseModel, node: str, inputs: dict[str, Any]) -> None:
@@ -325,28 +344,40 @@ def note_call(model: BaseModel, node: str, inputs: dict[str, Any]) -> None:
 
 
 def spec_by_node(model: ModelPatcher) -> ModelSpec:
-    """Returns the call of the node with which workers load this MODEL, and plain attributes that have changed since.
-    Raises Refused, by the node's name, where they cannot call it."""
+    """Returns the call of the node with which workers load this MODEL, and plain attributes of it that have changed
+    since; or a CLIP's text encoder. Raises Refused, by the node's name, where they cannot call it."""
     call = _calls.get(model.model)
     if call is None:
         raise Refused("model.nameless", kind=qualified_name(type(model)))
+    is_network = isinstance(model.model, BaseModel)
+    kind = "MODEL" if is_network else "CLIP"
     for name, value in call.inputs.items():
         if is_link(value):
-            raise Refused("loader.linked", node=call.node, name=name)
+            raise Refused("loader.linked", kind=kind, node=call.node, name=name)
     try:
         loader = reference(NODE_CLASS_MAPPINGS[call.node], f"the loader {call.node}")
     except Unsendable as unsendable:
+        if not is_network:
+            raise
         raise Refused("loader.foreign", reason=unsendable.sentence) from None
     folders = {name: list(paths) for name, (paths, *_) in folder_paths.folder_names_and_paths.items()}
     files = {folder_paths.get_full_path(folder, text) for text in call.inputs.values() if isinstance(text, str)
              for folder in folders}  # fmt: skip
-    arguments = {"inputs": call.inputs, "folders": folders, "pack_files": files_of(packs_named(loader))}
-    return ModelSpec(
+    arguments = {
+        "inputs": call.inputs,
+        "folders": folders,
+        "pack_files": files_of(packs_named(loader)),
+        "kept": kept_dtypes(model),
+    }
+    spec = ModelSpec(
         loader=loader,
         arguments=json.dumps(arguments, sort_keys=True),
         files=tuple(stat_file(path) for path in sorted(filter(None, files))),
-        weight_dtype=str(model.model.get_dtype()).removeprefix("torch."),
         dynamic_vram=model.is_dynamic(),
-        attributes=changed_since_made(model, call.made, call.node),
         weights_fingerprint=network_fingerprint(model),
+        text_encoder=not is_network,
     )
+    if not is_network:
+        return spec
+    dtype, attributes = model.model.get_dtype(), changed_since_made(model, call.made, call.node)
+    return replace(spec, weight_dtype=str(dtype).removeprefix("torch."), attributes=attributes)

@@ -20,6 +20,7 @@ from ...parallel_runtime.group.payload_cache import check_size
 from ...parallel_runtime.jobs import TWO_MODEL_GUIDERS, SamplingJob
 from ...parallel_runtime.loading.code_names import (
     Unsendable,
+    check_usable,
     files_of,
     home_of,
     in_import_order,
@@ -28,7 +29,6 @@ from ...parallel_runtime.loading.code_names import (
     packs_named,
     qualified_name,
     reference,
-    unusable,
 )
 from ...parallel_runtime.loading.object_codec import Describer, rebuild
 from ...parallel_runtime.loading.pack_states import globals_of, objects_of, reached, set_globals, short, state, unequal
@@ -101,8 +101,7 @@ def describe_job(
     variables, states, packs = _describe_variables(code, parts)
     packs = [*parts.packs, *packs_named(kind), *packs, *(pack for one in (*merged, *replaced) for pack in one.packs)]
     packs = in_import_order(dict.fromkeys(packs))
-    for pack in unusable.keys() & {*packs}:
-        raise Unsendable("unsendable.pack", what="the packs' code", thing=pack, reason=unusable[pack])
+    check_usable(packs)
     coupled = described.batch_coupled or parts.names_network or any(map(couples_evaluations, replaced))
     job = SamplingJob(
         guider=kind,

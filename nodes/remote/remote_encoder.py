@@ -17,6 +17,7 @@ from ...parallel_runtime.architectures.network_modules import encoder_units
 from ...parallel_runtime.errors import Refused, say
 from ...parallel_runtime.explain.plan_words import text_encoder
 from ...parallel_runtime.jobs import EncoderMethod, EncodingJob
+from ...parallel_runtime.loading.code_names import packs_named
 from ...parallel_runtime.planning.memory_model import Capacity
 from ...parallel_runtime.planning.resolve import EncoderPlacement, EncoderSize, place_encoder
 from ...parallel_runtime.planning.run_plan import Estimate, RunPlan
@@ -112,7 +113,7 @@ class RemoteEncoder:
 
     def _call(self, method: EncoderMethod, arguments: dict[str, Any]) -> Any:
         self._called, patcher = True, self._clip.patcher
-        check_encoder(patcher)
+        check_encoder(patcher, of_pack=bool(packs_named(self._spec.loader)))
         spec, described = with_patches(self._spec, patcher), describe_encoding(patcher, arguments, self._options)
         of_packs = describer()
         weight_patches = describe_weight_patches(patcher, of_packs)

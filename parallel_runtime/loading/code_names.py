@@ -124,6 +124,12 @@ def files_of(packs: Iterable[str]) -> dict[str, dict[str, str]]:
     return {pack: pack_files(path) for pack in packs if (path := path_of_pack(pack)) is not None}
 
 
+def check_usable(packs: Iterable[str]) -> None:
+    """Raises Unsendable for one of these PACK@FINGERPRINTs that workers have failed to import."""
+    for pack in unusable.keys() & {*packs}:
+        raise Unsendable("unsendable.pack", what="the packs' code", thing=pack, reason=unusable[pack])
+
+
 def note_failed_import(packs: list[str], error: Refused | WorkerLost) -> bool:
     """Remembers which of these packs workers cannot have: the one that they refused by name, or all that they have
     imported for the first time where they ended meanwhile. Returns whether the run may be repeated without."""

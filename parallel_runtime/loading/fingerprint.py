@@ -44,12 +44,6 @@ def model_fingerprint(model: nn.Module, dtype: torch.dtype) -> str:
     return fingerprint(str(model), built, *(sample(tensor).to(dtype) for tensor in weights))
 
 
-def structure_fingerprint(model: nn.Module) -> str:
-    """Fingerprints a model by its layers and the shapes of its weights: some may be in no file."""
-    shapes = [(name, tuple(weight.shape)) for name, weight in _by_name(model)]
-    return fingerprint(str(model), repr(shapes))
-
-
 def _by_name(model: nn.Module) -> list[tuple[str, Tensor]]:
     # With dynamic VRAM a Linear of ComfyUI's has its weight and bias in the order in which the file holds them.
     return sorted(model.state_dict().items(), key=lambda item: item[0])

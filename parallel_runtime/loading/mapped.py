@@ -6,21 +6,25 @@ class says it is dynamic: its main.py replaces the same attribute. Its loader of
 that has more free memory than the machine, before anybody asks for it: here all models begin in main memory.
 
 A node is called as ComfyUI's executor does: in each worker with the inputs that it had in ComfyUI. Samples of the
-weights tell whether it has made the same MODEL.
+weights tell whether it has made the same MODEL or CLIP.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from operator import itemgetter
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import comfy.memory_management
 import comfy.model_management
 import comfy.model_patcher
+import comfy.sd
 import comfy.utils
 import folder_paths
 import torch
@@ -40,6 +44,7 @@ LOADED_LATER = {  # functions of comfy.model_management while a loader runs
     "load_models_gpu": lambda *_, **__: None,
 }
 Backup = namedtuple("Backup", ["weight", "inplace_update"])  # as ComfyUI's, which has no name
+_missing: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()  # of a text encoder: weights of no file
 
 
 class Mapped(ModelPatcher):
@@ -168,9 +173,10 @@ def with_views(patcher: Kind) -> Kind:
 
 
 def uncast_names(module: torch.nn.Module) -> list[str]:
-    """Returns the names of plain parameters of another dtype than ComfyUI's loader would have copied them into."""
-    own = {name: weight for name, weight in module._parameters.items() if weight is not None}
-    plain = {name: x.dtype for name, x in own.items() if type(x.data) is Tensor and x.dtype.is_floating_point}
+    """Returns the names of parameters of numbers, not of codes for them, that have another dtype than ComfyUI's loader
+    would have copied them into."""
+    own = {name: x for name, x in module._parameters.items() if not (x is None or hasattr(x, "__tensor_flatten__"))}
+    plain = {name: x.dtype for name, x in own.items() if x.dtype.is_floating_point}
     return [name for name, dtype in plain.items() if getattr(module, f"{name}_comfy_model_dtype", dtype) != dtype]
 
 
@@ -187,21 +193,24 @@ def _casts_as_it_computes(module: Any, name: str, *, in_any_case: bool) -> bool:
 
 def cast(module: Any, name: str) -> None:
     """Casts a weight to the dtype into which ComfyUI's loader would have copied it."""
-    value = module._parameters[name].data.to(getattr(module, f"{name}_comfy_model_dtype"))
+    with torch._C.DisableTorchFunctionSubclass():  # a plain weight, also where a pack's file has another class
+        value = module._parameters[name].detach().as_subclass(Tensor).to(getattr(module, f"{name}_comfy_model_dtype"))
     module._parameters[name] = torch.nn.Parameter(value, requires_grad=False)
 
 
 def load_by_node(kind: type[Kind], node: Any, inputs: dict[str, Any]) -> list[Kind]:
-    """Calls a node, and returns the MODELs among what it gives, as `kind`s of patcher."""
+    """Calls a node, and returns the MODELs and CLIPs' text encoders among what it gives, as `kind`s of patcher."""
     v3 = hasattr(node, "GET_SCHEMA")
     with calls_loader(kind):
         made = node.execute(**inputs) if v3 else getattr(node(), node.FUNCTION)(**inputs)
-    patchers = [one for one in tree_leaves(made.args if v3 else made) if isinstance(one, ModelPatcher)]
-    return [with_views(_as_kind(kind, one)) for one in patchers if isinstance(one.model, BaseModel)]
+    leaves = tree_leaves(made.args if v3 else made)
+    patchers = (one.patcher if isinstance(one, comfy.sd.CLIP) else one for one in leaves)
+    return [with_views(_as_kind(kind, one)) for one in patchers if isinstance(one, ModelPatcher)]
 
 
-def load_same(kind: type[Kind], node: Any, call: dict[str, Any], expected: str) -> Kind:
-    """Returns the MODEL of a node's `call` whose fingerprint is `expected`. Raises Refused where it gives none."""
+def load_same(kind: type[Kind], node: Any, call: dict[str, Any], expected: str, *, text_encoder: bool) -> Kind | None:
+    """Returns the MODEL or text encoder of a node's `call` whose fingerprint is `expected`, None where it gives none.
+    Raises Refused where it fails."""
     for name, paths in call["folders"].items():
         known = folder_paths.folder_names_and_paths.setdefault(name, ([], set()))[0]
         if isinstance(known, list):
@@ -209,36 +218,76 @@ def load_same(kind: type[Kind], node: Any, call: dict[str, Any], expected: str) 
     try:
         models = load_by_node(kind, node, call["inputs"])
     except (OSError, RuntimeError, ValueError, TypeError, AttributeError, LookupError, ImportError) as error:
-        raise Refused("loader.fails", node=qualified_name(node), error=f"{type(error).__name__}: {error}") from error
-    for model in models:
-        if network_fingerprint(model) == expected:
-            return model
-    raise Refused("loader.other", node=qualified_name(node))
+        name, text = qualified_name(node), f"{type(error).__name__}: {error}"
+        raise Refused("clip.loader" if text_encoder else "loader.fails", node=name, error=text) from error
+    same = next((model for model in models if network_fingerprint(model) == expected), None)
+    if same is not None:
+        for (_, module, name), kept in zip(_parameters(same), call["kept"], strict=True):
+            if kept == "1":
+                vars(module)[f"{name}_comfy_model_dtype"] = getattr(module, name).dtype
+    return same
+
+
+def kept_dtypes(model: ModelPatcher) -> str:
+    """Tells of each weight that a node has loaded whether it is in another dtype than ComfyUI's loader would have
+    copied it into: "1" where the pack has put it there itself, or has taken dynamic VRAM, which copies none, off a
+    loaded model."""
+    knows = not isinstance(model, Mapped) or has_dynamic_vram()
+    keeps = knows and not model.is_dynamic()
+    return "".join("01"[keeps and name in uncast_names(module)] for _, module, name in _parameters(model))
+
+
+def _parameters(model: ModelPatcher) -> list[tuple[str, nn.Module, str]]:
+    """Returns a MODEL's or CLIP's parameters in the order of their names, each with its module and its name there."""
+    owned = ((path, module, name) for path, module in _layers(model).items() for name in module._parameters)
+    return sorted((one for one in owned if one[1]._parameters[one[2]] is not None), key=itemgetter(0, 2))
+
+
+def note_missing() -> None:
+    """Has ComfyUI note which weights of a text encoder no file has: they are whatever was in memory."""
+    load_weights = comfy.sd.CLIP.load_sd
+
+    @functools.wraps(load_weights)
+    def noting(clip: comfy.sd.CLIP, *args: Any, **kwargs: Any) -> Any:
+        keys = load_weights(clip, *args, **kwargs)
+        if isinstance(keys, tuple):  # the missing and the unexpected ones
+            _missing.setdefault(clip.cond_stage_model, set()).update(keys[0])
+        return keys
+
+    comfy.sd.CLIP.load_sd = noting
 
 
 def network_fingerprint(model: ModelPatcher) -> str:
     """Fingerprints a MODEL or CLIP as its loader has made it: its class if that is a pack's, the classes of its layers,
-    and samples of the weights as they are without patches, in the dtype that ComfyUI's loader copies them into."""
+    and samples of the files' weights as they are without patches, in the dtype that ComfyUI's loader copies them into.
+    """
     backup = {name: kept.weight for name, kept in model.backup.items()}
     backup |= {name: weight for name, (weight, _) in model.hook_backup.items()}
-    path = "diffusion_model" if isinstance(model.model, BaseModel) else ""
-    modules = dict(model.model.get_submodule(path).named_modules(prefix=path))
-    for name, before in model.object_patches_backup.items():
-        if isinstance(before, nn.Module):
-            modules = {path: one for path, one in modules.items() if not path.startswith(f"{name}.")}
-            modules |= dict(before.named_modules(prefix=name))
-    modules = dict(sorted(modules.items()))
+    modules = _layers(model)
+    missing = tuple(f".{name}" for name in _missing.get(model.model, ()))  # below the encoder that the file is of
     classes = [qualified_name(one) for one in type(model).__mro__ if is_of_a_pack(one)]
     layers = [f"{path} {qualified_name(type(one))}" for path, one in modules.items()]
     samples = (
         sample
         for path, module in modules.items()
         for name, weight in _stored(module)
+        if not f".{path}.{name}".endswith(missing)
         for sample in stored_samples(
             backup.get(f"{path}.{name}", weight), getattr(module, f"{name}_comfy_model_dtype", None)
         )
     )
     return fingerprint(*classes, *layers, *samples)[:32]
+
+
+def _layers(model: ModelPatcher) -> dict[str, nn.Module]:
+    """Returns the network of a MODEL, or the text encoder of a CLIP, and all modules in it without object patches."""
+    path = "diffusion_model" if isinstance(model.model, BaseModel) else ""
+    modules = dict(model.model.get_submodule(path).named_modules(prefix=path))
+    for name, before in model.object_patches_backup.items():
+        if isinstance(before, nn.Module):
+            modules = {path: one for path, one in modules.items() if not path.startswith(f"{name}.")}
+            modules |= dict(before.named_modules(prefix=name))
+    return dict(sorted(modules.items()))
 
 
 def _stored(module: nn.Module) -> Iterator[tuple[str, Any]]:

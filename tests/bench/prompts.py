@@ -1,6 +1,7 @@
 """Prints the bytes that each new prompt loads onto two GPUs of 24 GiB, reckoned by the planner: with ComfyUI's own text
-encoder on GPU 0, where it pushes weights of the network out, and with CP CLIP. Sizes are published ones; nothing is
-measured. The first load of each file is left out.
+encoder on GPU 0, where it pushes weights of the network out, and with CP CLIP. Networks and encoders are ComfyUI's own
+classes in their published sizes, without weights (on the meta device); nothing is measured. The first load of each file
+is left out.
 
     python -m tests.bench.prompts
 """
@@ -9,29 +10,60 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from parallel_runtime.planning.network_stats import NetworkStats
+import torch
+from torch import nn
+
+from parallel_runtime.architectures import architecture_of
 from parallel_runtime.planning.resolve import EncoderPlacement, EncoderSize, place_encoder
 from parallel_runtime.planning.run_plan import RunPlan
 
-from ..planning.your_gpus import FLUX, FLUX2, GIB, QWEN, Job, Machine, plan
+from ..planning.your_gpus import GIB, Job, Machine, plan
+from ..zoo import tiny
+from ..zoo.networks import FLUX, FLUX2, QWEN
+from . import harness
 
 TWO = Machine(name="CP_MEMORY_GIB=24 on two workers", gpus=2, gib=24, link=1e10, flops=1.4e14)
 BUDGET = int(TWO.gib * GIB)
 WORKSPACE = int(1.2 * GIB)  # what ComfyUI keeps free for an encoder at least
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+WIDE = {"hidden_size": 3072, "num_heads": 24, "axes_dim": [16, 56, 56], "depth": 19, "depth_single_blocks": 38}
+WIDER = {"hidden_size": 6144, "num_heads": 48, "axes_dim": [32, 32, 32, 32], "depth": 8, "depth_single_blocks": 48}
+QWEN_WIDE = {"num_layers": 60, "attention_head_dim": 128, "num_attention_heads": 24, "joint_attention_dim": 3584}
 
-# Parameters: the embedding; the blocks' attention and MLP; the vision tower's blocks.
-T5 = EncoderSize(layers=(32128 * 4096,), blocks=(4 * 4096**2 + 3 * 4096 * 10240,) * 24)
-QWEN_VL = EncoderSize(
-    layers=(152064 * 3584,),
-    blocks=(2 * 3584**2 + 2 * 512 * 3584 + 3 * 3584 * 18944,) * 28 + (4 * 1280**2 + 3 * 1280 * 3420,) * 32,
-)
-MISTRAL = EncoderSize(layers=(131072 * 5120,), blocks=(2 * 5120 * 4096 + 2 * 5120 * 1024 + 3 * 5120 * 32768,) * 40)
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """A network's class and config, its text encoder's class or what makes that, and a run of both."""
+
+    name: str
+    network: str
+    config: dict[str, Any]
+    encoder_name: str
+    encoder: str
+    options: dict[str, Any]
+    tokens: int
+    prompts: int
+
+
 PAIRS = (
-    ("FLUX.1 dev", FLUX, 4608, 1, "T5-XXL", T5),
-    ("Qwen-Image", QWEN, 7000, 2, "Qwen2.5-VL 7B", QWEN_VL),
-    ("FLUX.2 dev", FLUX2, 4608, 1, "Mistral 24B", MISTRAL),
-)
+    Pair(
+        name="FLUX.1 dev", network="ldm.flux.model:Flux", tokens=4608, prompts=1,
+        config=FLUX | WIDE | {"vec_in_dim": 768, "context_in_dim": 4096},
+        encoder_name="CLIP-L and T5-XXL", encoder="text_encoders.flux:FluxClipModel", options={},
+    ),
+    Pair(
+        name="Qwen-Image", network="ldm.qwen_image.model:QwenImageTransformer2DModel", tokens=7000, prompts=2,
+        config=QWEN | QWEN_WIDE | {"axes_dims_rope": [16, 56, 56]},
+        encoder_name="Qwen2.5-VL 7B", encoder="text_encoders.qwen_image:QwenImageTEModel", options={},
+    ),
+    Pair(
+        name="FLUX.2 dev", network="ldm.flux.model:Flux", tokens=4608, prompts=1,
+        config=FLUX2 | WIDER | {"context_in_dim": 15360},
+        encoder_name="Mistral 24B", encoder="text_encoders.flux:Flux2TEModel", options={"num_layers": 30},
+    ),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +75,6 @@ class Prompt:
 
     def __str__(self) -> str:
         return f"{self.encoder / GIB:.1f} + {self.network / GIB:.1f}"
-
-
-def encoder_of(parameters: EncoderSize, item_bytes: int) -> EncoderSize:
-    layers, blocks = (tuple(item_bytes * each for each in sizes) for sizes in (parameters.layers, parameters.blocks))
-    return EncoderSize(layers=layers, blocks=blocks, workspace=WORKSPACE)
 
 
 def pushed_out(network: RunPlan, needed: int, ranks: tuple[int, ...]) -> int:
@@ -84,30 +111,70 @@ def where(placed: EncoderPlacement) -> str:
     return "fetched" if placed.weights.mode == "offload" else f"whole on worker {placed.ranks[0]}"
 
 
-def rows() -> Iterator[str]:
-    yield "| GiB a prompt | network | encoder | ComfyUI alone: encoder + network | CP CLIP: encoder + network | where |"
-    yield "|---|---|---|---|---|---|"
-    for name, bf16, tokens, prompts, encoder, parameters in PAIRS:
-        for (network_kind, network), (kind, item_bytes) in kinds(bf16):
-            planned = plan(TWO, Job(name=name, network=network, tokens=tokens, prompts=prompts), TWO.gpus)
-            size = encoder_of(parameters, item_bytes)
-            after, placed = with_cp_clip(planned, size)
+def rows() -> Iterator[harness.Row]:
+    """In ComfyUI's python: by row the cells, and the bytes that ComfyUI alone and CP CLIP load."""
+    from ..comfyui.pack import node_module
+
+    tiny.computed_in(BF16)
+    stats_of, size_of = (
+        node_module("describe.model").network_stats_of,
+        node_module("remote.remote_encoder").encoder_size,
+    )
+    patcher_of, size_in_bytes = _comfyui()
+    for pair in PAIRS:
+        for network_dtype, encoder_dtype in ((BF16, BF16), (BF16, FP8), (FP8, FP8)):
+            network = in_dtype(tiny.kind_of(pair.network)(**pair.config, **tiny.settings("meta")), network_dtype)
+            encoder = in_dtype(
+                tiny.kind_of(pair.encoder)(device="meta", dtype=BF16, model_options=pair.options), encoder_dtype
+            )
+            stats = stats_of(network, architecture_of(network), size_in_bytes(network), BF16.itemsize)
+            size = size_of(patcher_of(encoder), staged=True, workspace=WORKSPACE)
+            planned = plan(TWO, Job(name=pair.name, network=stats, tokens=pair.tokens, prompts=pair.prompts), TWO.gpus)
+            before, (after, placed) = natively(planned, size), with_cp_clip(planned, size)
             cells = [
-                f"{name} with {encoder}",
-                f"{network_kind}, {network.weight_bytes / GIB:.0f}, {planned.weights.mode}",
-                f"{kind}, {size.weights / GIB:.1f}",
-                str(natively(planned, size)),
+                f"{pair.name} with {pair.encoder_name}",
+                f"{name_of(network_dtype)}, {stats.weight_bytes / GIB:.1f}, {planned.weights.mode}",
+                f"{name_of(encoder_dtype)}, {size.weights / GIB:.1f}",
+                str(before),
                 str(after),
                 where(placed) + ("" if placed.beside else ", the network makes room"),
             ]
-            yield f"| {' | '.join(cells)} |"
+            yield {"cells": cells, "before": before.encoder + before.network, "after": after.encoder + after.network}
 
 
-def kinds(bf16: NetworkStats) -> Iterator[tuple[tuple[str, NetworkStats], tuple[str, int]]]:
-    yield ("bf16", bf16), ("bf16", 2)
-    yield ("bf16", bf16), ("fp8", 1)
-    yield ("fp8", bf16.halved()), ("fp8", 1)
+def _comfyui() -> tuple[Any, Any]:
+    from comfy.model_management import module_size
+    from comfy.model_patcher import ModelPatcher
+
+    cpu = torch.device("cpu")
+    return lambda model: ModelPatcher(model, load_device=cpu, offload_device=cpu), module_size
+
+
+def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Returns the model with the matrices of its linear layers in this dtype, as files in fp8 have them."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.weight = nn.Parameter(module.weight.to(dtype), requires_grad=False)
+    return model
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return "fp8" if dtype == FP8 else "bf16"
+
+
+def measured() -> list[harness.Row]:
+    return harness.launch("prompts", in_comfyui=True)
+
+
+def table(found: list[harness.Row]) -> str:
+    head = (
+        "| GiB a prompt | network | encoder | ComfyUI alone: encoder + network | CP CLIP: encoder + network | where |"
+    )
+    return "\n".join([head, "|---|---|---|---|---|---|", *(f"| {' | '.join(row['cells'])} |" for row in found)])
 
 
 if __name__ == "__main__":
-    print("\n".join(rows()))
+    if harness.is_rank():
+        harness.answer([*rows()])
+    else:
+        print(table(measured()))

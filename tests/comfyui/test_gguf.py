@@ -3,7 +3,6 @@ $COMFYUI_GGUF_PATH is a checkout of it."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from collections.abc import Iterator
@@ -14,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from ..zoo.encoder_options import OPTIONS
 from .cases import DEGREES
 from .client import Graph
 from .comfy import ComfyInstall
 from .graphs import Job, Parallel, sampling_graph, with_loras
 from .latents import apart, latent_of
 from .server import Server, running_server
-from .test_clip import LORA, PROMPT, encoding, result
+from .test_clip import ENCODED, LORA, NATIVELY, PROMPT, encoding, result
+from .test_clip_stages import STAGED, limited
 from .test_kin import node
 from .vae_graphs import TWO
 
@@ -29,6 +28,24 @@ JOB = Job(family="flux_dev", cfg=2.0, size=(9, 14), prompt_tokens=(7, 12))
 BARS = [("ring_2", 1e-5), ("pipeline_2", 1e-5), pytest.param("1_worker", 1e-6, marks=pytest.mark.sweep)]
 PLAIN = {"class_type": "CLIPTextEncode", "text": PROMPT}
 KINDS = ("F16", "BF16", "Q8_0", "Q5_1", "Q4_0")
+ENCODER_KINDS = ("Q8_0", "BF16", "Q4_0")
+RANDOM = """
+import sys, torch
+root, folder = sys.argv[1:]
+sys.argv[1:], sys.path[:0] = ["--cpu"], [root]
+import comfy.options
+comfy.options.enable_args_parsing()
+from comfy.sd1_clip import SDClipModel
+from comfy.text_encoders.sa_t5 import T5BaseModel
+from safetensors.torch import save_file
+dice = torch.Generator().manual_seed(0)
+for name, kind in (("clip_l", SDClipModel), ("t5base", T5BaseModel)):
+    layers = kind(device="meta", dtype=torch.float32, model_options={}).transformer.state_dict()
+    shapes = {key: weight.shape for key, weight in layers.items() if "position_ids" not in key}
+    random = {key: torch.randn(shape, generator=dice) * 0.03 for key, shape in shapes.items()}
+    random = {key: one + (one.ndim == 1 and "bias" not in key) for key, one in random.items()}
+    save_file(random, f"{folder}/{name}.safetensors")
+"""
 WRITE = """
 import sys, gguf
 from safetensors.torch import load_file
@@ -36,7 +53,7 @@ source, target, kind, arch = sys.argv[1:]
 kind = getattr(gguf.GGMLQuantizationType, kind)
 writer = gguf.GGUFWriter(target, arch=arch)
 for name, tensor in load_file(source).items():
-    plain = tensor.ndim < 2 or tensor.shape[-1] % 32
+    plain = tensor.ndim < 2 or tensor.shape[-1] % 32 or "position" in name
     held = gguf.GGMLQuantizationType.F32 if plain else kind
     array = tensor.float().numpy()
     writer.add_tensor(name, array if plain else gguf.quants.quantize(array, held), raw_dtype=held)
@@ -127,17 +144,49 @@ def test_the_packs_other_loader_has_its_own_dtypes_in_the_workers_too(gguf_serve
     assert apart(sampled(None, "float32"), want) > 1e-4
 
 
-def test_a_gguf_text_encoder_stays_in_comfyuis_process_and_the_log_names_the_packs_class(gguf_server: Server) -> None:
-    gguf_server.write_tiny("text_encoders")
-    folder = gguf_server.base / "models" / "text_encoders"
-    write_gguf(gguf_server.comfy, folder / "t5xxl.safetensors", folder / "t5xxl.gguf", "Q8_0", "t5encoder")
-    gguf_server.client.post("/cp_test/environment", CP_TEST_CLIP_OPTIONS=json.dumps(OPTIONS))
-    files = {"clip_name1": "clip_l.safetensors", "clip_name2": "t5xxl.gguf", "type": "flux"}
-    for step in ((), (LORA,)):
-        native, ours = (encoding("flux", parallel, *step, **PLAIN) for parallel in (False, TWO))
-        native["clip"] = ours["loader"] = node("DualCLIPLoaderGGUF", **files)
-        want, since = result(gguf_server, native), gguf_server.log_size()
-        assert torch.equal(result(gguf_server, ours), want)
-        assert "encodes in ComfyUI's process: it is a" in gguf_server.log(since)
-        assert "GGUFModelPatcher, which is not ComfyUI's own" in gguf_server.log(since)
-    gguf_server.client.post("/cp_test/environment", CP_TEST_CLIP_OPTIONS=None)
+@pytest.fixture(scope="module")
+def encoders(gguf_server: Server) -> Server:
+    """The server with text encoders of ComfyUI's own sizes: the pack's nodes have no options that make smaller ones."""
+    comfy, folder = gguf_server.comfy, gguf_server.base / "models" / "text_encoders"
+    folder.mkdir(exist_ok=True)
+    subprocess.run([comfy.python, "-c", RANDOM, comfy.root, folder], check=True)
+    return gguf_server
+
+
+def both(server: Server, kind: str, *steps: Graph) -> Tensor:
+    """A prompt as ComfyUI encodes it and the workers, to the bit: with two files, of which one is plain, and with
+    T5-base."""
+    folder = server.base / "models" / "text_encoders"
+    for name, arch in (("t5base", "t5encoder"), ("clip_l", "qwen3")):
+        if not (target := folder / f"{name}_{kind}.gguf").exists():
+            write_gguf(server.comfy, folder / f"{name}.safetensors", target, kind, arch)
+    two = {"clip_name1": "clip_l.safetensors", "clip_name2": f"clip_l_{kind}.gguf", "type": "sd3"}
+    one = {"clip_name": f"t5base_{kind}.gguf", "type": "stable_audio"}
+    made = []
+    for loader in (node("DualCLIPLoaderGGUF", **two), node("CLIPLoaderGGUF", **one)):
+        native, ours = (encoding("sd1", parallel, *steps, **PLAIN) for parallel in (False, TWO))
+        native["clip"] = ours["loader"] = loader
+        want, since = result(server, native), server.log_size()
+        got, log = result(server, ours), server.log(since)
+        assert ENCODED in log
+        assert NATIVELY not in log
+        assert torch.isfinite(want).all()
+        assert torch.equal(got, want)
+        made.append(want)
+    return torch.cat(made)
+
+
+@pytest.mark.sweep(one_in=3)
+@pytest.mark.parametrize("kind", ENCODER_KINDS)
+def test_a_gguf_text_encoder_is_encoded_in_the_workers_to_the_bit(encoders: Server, kind: str) -> None:
+    plain = both(encoders, kind)
+    assert not torch.equal(both(encoders, kind, LORA), plain)
+    assert torch.equal(both(encoders, kind), plain), "the LoRA is gone again"
+
+
+def test_a_gguf_text_encoder_is_in_stages_where_no_worker_has_room(encoders: Server) -> None:
+    with limited(encoders, 150, 150):
+        since = encoders.log_size()
+        plain = both(encoders, "Q8_0")
+        assert STAGED in encoders.log(since)
+        assert not torch.equal(both(encoders, "Q8_0", LORA), plain)

@@ -1,22 +1,31 @@
-"""MODELs of packs' loaders, which do not say where they come from: the workers call the node of the prompt again."""
+"""MODELs and CLIPs of packs' loaders, which do not say where they come from: the workers call the node of the prompt
+again."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ..zoo.encoder_options import OPTIONS
 from .cases import DEGREES
 from .client import Graph, NodeError
 from .graphs import Parallel, with_loras
 from .latents import apart, latent_of
 from .server import Server
+from .test_clip import ENCODED, LAYER, LORA, NATIVELY, ONE, PROMPT, clips, encoding, result
+from .test_clip_stages import FETCHED, STAGED, limited
 from .test_foreign import FLUX, plain
 from .test_kin import link, node
 from .test_packs import AUTO, SPLIT
+from .vae_graphs import TWO
 
+__all__ = ["clips"]  # a fixture
 BAR = 1e-5  # of the latent's standard deviation
 LOADER, FILE = "CPTestPackLoader", "packed.safetensors"
 
@@ -127,3 +136,109 @@ def test_the_files_that_its_inputs_name_must_stay_as_they_were(packed: Server) -
     graph["sampler"]["inputs"]["seed"] = 99
     with pytest.raises(NodeError, match=r"changing.safetensors changed on disk after this MODEL was loaded"):
         packed.client.run(graph)
+
+
+PLAIN = {"class_type": "CLIPTextEncode", "text": PROMPT}
+CODED = {"flux": ("clip_l.codes,t5xxl.codes", "FLUX"), "stable audio": ("t5base.codes", "STABLE_AUDIO")}
+
+
+@pytest.fixture
+def coded(clips: Server) -> Server:
+    """The server with text encoders in a format of the rig's own, which ComfyUI does not know."""
+    if not (clips.base / "models" / "text_encoders" / "t5base.codes").exists():
+        clips.client.run({"files": node("CPTestWriteCodes", files="clip_l,t5xxl,t5base")})
+    return clips
+
+
+def text(
+    which: str, parallel: Parallel | bool, *steps: Graph, kind: str = "codes", graph: Graph | None = None
+) -> Graph:
+    graph, (files, encoder) = graph or encoding(which, parallel, *steps, **PLAIN), CODED[which]
+    loader = node("CPTestPackClip", files=files, type=encoder, options=json.dumps(OPTIONS), kind=kind)
+    graph["loader" if parallel else "clip"] = loader
+    return graph
+
+
+def both(server: Server, which: str, parallel: Parallel, *steps: Graph) -> torch.Tensor:
+    want, since = result(server, text(which, False, *steps)), server.log_size()
+    got = result(server, text(which, parallel, *steps))
+    log = server.log(since)
+    assert ENCODED in log, "the workers were not asked"
+    assert NATIVELY not in log
+    assert torch.isfinite(want).all()
+    assert torch.equal(got, want)
+    return want
+
+
+@pytest.mark.parametrize("parallel", [ONE, TWO], ids=["one worker", "two"])
+def test_a_clip_of_a_packs_loader_is_encoded_in_the_workers_to_the_bit_also_with_a_lora(
+    coded: Server, parallel: Parallel
+) -> None:
+    for which in CODED:
+        plain = both(coded, which, parallel)
+        assert not torch.equal(plain, result(coded, encoding(which, False, **PLAIN))), "its codes are not exact"
+        lora = both(coded, which, parallel, LORA)
+        assert not torch.equal(plain, lora)
+        assert torch.equal(plain, both(coded, which, parallel)), "the LoRA is gone again"
+    assert not torch.equal(both(coded, "flux", parallel, LORA, LAYER), plain)
+
+
+@pytest.mark.parametrize(("mebibytes", "says"), [((7, 7), STAGED), ((9.9, 0.01), FETCHED)])
+def test_its_parts_are_where_there_is_room_to_the_bit(coded: Server, mebibytes: tuple[float, float], says: str) -> None:
+    with limited(coded, *mebibytes):
+        since = coded.log_size()
+        plain = both(coded, "flux", TWO)
+        assert says in coded.log(since)
+        assert not torch.equal(plain, both(coded, "flux", TWO, LORA))
+        assert torch.equal(plain, both(coded, "flux", TWO)), "the LoRA is gone again"
+
+
+@pytest.mark.parametrize("kind", ["dice", "host"])
+def test_a_loader_that_gives_the_workers_no_such_clip_is_named_and_comfyui_encodes(coded: Server, kind: str) -> None:
+    want, since = result(coded, text("flux", False, kind=kind)), coded.log_size()
+    before = coded.workers()
+    assert torch.equal(result(coded, text("flux", TWO, kind=kind)), want)
+    log, says = coded.log(since), {"dice": "were changed in place", "host": "PackClip fails in a worker"}
+    assert f"{NATIVELY}: " in log
+    assert says[kind] in log
+    assert ENCODED not in log
+    assert not before or coded.workers() == before
+
+
+@pytest.mark.parametrize(
+    ("pack", "says"), [("cp_unimportable", "only in ComfyUI"), ("cp_fatal", "workers ended when they had it")]
+)
+def test_a_clips_loader_of_a_pack_that_no_worker_can_import_is_named_and_not_tried_again(
+    clips: Server, pack: str, says: str
+) -> None:
+    def graph(parallel: Parallel | bool, words: str) -> Graph:
+        made = encoding("sd1", parallel, class_type="CLIPTextEncode", text=words)
+        made["loader" if parallel else "clip"] = node(
+            f"CPTest {pack} clip", name="clip_l.safetensors", options=json.dumps(OPTIONS)
+        )
+        return made
+
+    for words in ("a fox", "a wolf"):
+        want, since, before = result(clips, graph(False, words)), clips.log_size(), clips.workers()
+        assert torch.equal(result(clips, graph(TWO, words)), want)
+        assert says in clips.log(since)
+        assert NATIVELY in clips.log(since)
+        assert words == "a fox" or clips.workers() == before
+
+
+def test_weights_that_no_file_has_are_not_compared(clips: Server) -> None:
+    """They are whatever was in memory: text alone needs no vision tower."""
+    folder = clips.base / "models" / "text_encoders"
+    whole = load_file(folder / "qwen25_7b.safetensors")
+    part = {name: weight for name, weight in whole.items() if not name.startswith("visual.")}
+    assert len(part) < len(whole)
+    save_file(part, folder / "blind.safetensors")
+
+    def encoded(parallel: Parallel | bool) -> Any:
+        graph = encoding("qwen image", parallel, **PLAIN)
+        graph["loader" if parallel else "clip"]["inputs"]["files"] = "blind.safetensors"
+        return result(clips, graph)
+
+    want, since = encoded(False), clips.log_size()
+    assert torch.equal(encoded(TWO), want)
+    assert ENCODED in clips.log(since)

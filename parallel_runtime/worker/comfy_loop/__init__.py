@@ -79,12 +79,14 @@ def start(setup: ComfySetup, device: torch.device) -> tuple[dict[type, Loop], di
     """Imports the host's ComfyUI with the host's flags; returns the loops, and the loaders of models, of the kinds of
     jobs that need it. Call it once, before any other import of comfy."""
     import_comfyui(setup, device)
+    from ...loading.mapped import note_missing
     from . import autoencoder, text_encoder  # comfy can be imported only now
     from .additional_models import AdditionalModels
     from .comfy_model import load
     from .evaluation import evaluate
     from .sampling import run
 
+    note_missing()
     loaders: dict[type, Load] = dict.fromkeys((SamplingJob, EvaluationJob), partial(load, AdditionalModels()))
     loaders |= {VAEJob: autoencoder.load, EncodingJob: text_encoder.load}
     loops: dict[type, Loop] = {SamplingJob: run, EvaluationJob: evaluate}

@@ -27,8 +27,8 @@ from ...engine.graph_runner import Unrecordable
 from ...engine.prefetch import RankPlacement
 from ...errors import Refused
 from ...jobs import Described, Job
-from ...loading.code_names import asked, import_pack, named, packs_named
-from ...loading.mapped import load_mapped, load_same
+from ...loading.code_names import asked, import_pack, named, packs_named, qualified_name
+from ...loading.mapped import load_mapped, load_same, network_fingerprint
 from ...loading.object_codec import rebuild
 from ...loading.replaced_code import check_replaced, replaced_code
 from ...specs import Compilation, ModelSpec, Parallelism
@@ -248,13 +248,19 @@ def import_packs(packs: Sequence[str], files: Mapping[str, dict[str, str]]) -> N
                 import_pack(pack, files.get(pack))
 
 
+def import_loader(spec: ModelSpec) -> None:
+    """Imports the pack whose node loads this, if one does. Raises Refused on all ranks where one cannot. Collective."""
+    if packs := packs_named(spec.loader):
+        import_packs(packs, json.loads(spec.arguments)["pack_files"])
+
+
 def load(
     additional: AdditionalModels, spec: ModelSpec, device: torch.device, on_progress: Callable[[float], None], _: Job
 ) -> ComfyModel:
     """Loads the model, and that of the negative prompt. Raises Refused where this rank cannot. Collective."""
     for one in (spec, spec.partner):
-        if one is not None and (packs := packs_named(one.loader)):
-            import_packs(packs, json.loads(one.arguments)["pack_files"])
+        if one is not None:
+            import_loader(one)
     partner = None if spec.partner is None else _load(additional, spec.partner, device, on_progress)
     return _load(additional, spec, device, on_progress, partner)
 
@@ -266,11 +272,9 @@ def _load(
     """Loads one model. Raises Refused where this rank's ComfyUI has the weights in another dtype than the host's, or
     the node that made a pack's MODEL makes another one."""
     on_progress(0.0)
-    arguments = arguments_of(spec)
-    if spec.weights_fingerprint:
-        patcher: Any = load_same(RankPatcher, named(spec.loader), arguments, spec.weights_fingerprint)
-    else:
-        patcher = load_mapped(RankPatcher, named(spec.loader), arguments, spec.index)
+    patcher: Any = load_patcher(spec)
+    if patcher is None:
+        raise Refused("loader.other", node=qualified_name(named(spec.loader)))
     dtype = str(patcher.model.get_dtype()).removeprefix("torch.")
     if dtype != spec.weight_dtype:
         raise Refused("model.dtype", dtype=dtype, expected=spec.weight_dtype)
@@ -284,9 +288,14 @@ def _load(
     )
 
 
-def arguments_of(spec: ModelSpec) -> Any:
-    """Returns the arguments of the loader: a list, or of a pack's node a dict."""
-    return json.loads(spec.arguments, object_hook=_out_of_json)
+def load_patcher(spec: ModelSpec) -> RankPatcher | None:
+    """Returns what the loader makes in this worker; None where that has not the spec's fingerprint, if it has one.
+    Raises Refused where the node of a pack fails."""
+    loader, arguments = named(spec.loader), json.loads(spec.arguments, object_hook=_out_of_json)
+    if isinstance(arguments, list):
+        patcher = load_mapped(RankPatcher, loader, arguments, spec.index)
+        return patcher if spec.weights_fingerprint in ("", network_fingerprint(patcher)) else None
+    return load_same(RankPatcher, loader, arguments, spec.weights_fingerprint, text_encoder=spec.text_encoder)
 
 
 def _out_of_json(value: dict[str, Any]) -> Any:

@@ -1,5 +1,5 @@
-"""ComfyUI's text encoders: each is loaded by ComfyUI's own loader, whole on one rank, which runs it alone, or in stages
-on several."""
+"""Text encoders: each is loaded by ComfyUI's own loader or a pack's node, whole on one rank, which runs it alone, or in
+stages on several."""
 
 from __future__ import annotations
 
@@ -22,14 +22,11 @@ from ...engine.stages import BAD_INPUT, OwnedModules
 from ...engine.weight_sources import HostWeights
 from ...errors import Refused
 from ...jobs import EncodingJob, Job
-from ...loading.code_names import named, qualified_name
-from ...loading.fingerprint import structure_fingerprint
-from ...loading.mapped import load_mapped
 from ...loading.object_codec import rebuild
 from ...specs import ModelSpec
 from ..models import Model
 from ..progress import Progress
-from .comfy_model import ComfyModel, arguments_of
+from .comfy_model import ComfyModel, import_loader, load_patcher
 from .patcher import DynamicVram, OffloadSet, RankPatcher, WeightState
 
 CPU = torch.device("cpu")
@@ -75,16 +72,17 @@ class Encoder(ComfyModel):
 
 
 def load(spec: ModelSpec, device: torch.device, on_progress: Callable[[float], None], job: Job) -> Model:
-    """Loads the text encoder, or its parts that this rank has, or nothing. Raises Refused where this rank's ComfyUI
-    makes another one of its files."""
+    """Loads the text encoder, or its parts that this rank has, or nothing. Raises Refused where its files give another
+    than ComfyUI's process has."""
     assert isinstance(job, EncodingJob)
+    import_loader(spec)
     if rank() not in job.ranks:
         return Absent(spec, nn.Identity(), device=device)
     on_progress(0.0)
-    patcher: Any = load_mapped(RankPatcher, named(spec.loader), arguments_of(spec), None)
+    patcher: Any = load_patcher(spec)
+    if patcher is None:
+        raise Refused("clip.edited", title=spec.title)
     encoder = patcher.model
-    if structure_fingerprint(encoder) != spec.weights_fingerprint:
-        raise Refused("clip.changed", kind=qualified_name(type(encoder)))
     patcher.load_device, patcher.offload_device = device, CPU
     patcher.weight_state = WeightState(dynamic_vram=DynamicVram(encoder) if spec.dynamic_vram else None)
     layers, blocks = encoder_units(encoder)

@@ -113,7 +113,7 @@ class HookedLora(io.ComfyNode):
 
 def lora(clip: Any, seed: int) -> dict[str, torch.Tensor]:
     dice, made = torch.Generator().manual_seed(seed), {}
-    for name, weight in clip.cond_stage_model.state_dict().items():
+    for name, weight in clip.cond_stage_model.named_parameters():
         key = f"text_encoders.{name.removesuffix('.weight')}"
         if (
             any(part in name for part in ("self_attn", "SelfAttention"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from typing import Any
 
@@ -46,4 +47,24 @@ class UnimportableLoader:
         return (comfy.sd.load_diffusion_model_state_dict(comfy.utils.load_torch_file(path)),)
 
 
-NODE_CLASS_MAPPINGS = {f"CPTest {NAME}": Unimportable, f"CPTest {NAME} loader": UnimportableLoader}
+class UnimportableClip:
+    RETURN_TYPES, FUNCTION, CATEGORY = ("CLIP",), "load", "cp test"
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {"required": {"name": ("STRING", {}), "options": ("STRING", {})}}
+
+    def load(self, name: str, options: str) -> tuple[Any]:
+        import comfy.sd
+        import comfy.utils
+        import folder_paths
+
+        state = comfy.utils.load_torch_file(folder_paths.get_full_path_or_raise("text_encoders", name))
+        return (comfy.sd.load_text_encoder_state_dicts([state], model_options=json.loads(options)),)
+
+
+NODE_CLASS_MAPPINGS = {
+    f"CPTest {NAME}": Unimportable,
+    f"CPTest {NAME} loader": UnimportableLoader,
+    f"CPTest {NAME} clip": UnimportableClip,
+}
