@@ -44,7 +44,10 @@ from ...parallel_runtime.loading.code_names import (
 from ...parallel_runtime.loading.fingerprint import sample, stat_file
 from ...parallel_runtime.loading.mapped import Mapped, network_fingerprint
 from ...parallel_runtime.loading.object_codec import PLAIN
+from ...parallel_runtime.loading.pack_states import reached, reads
+from ...parallel_runtime.loading.replaced_code import is_in_a_pack, name_in_pack
 from ...parallel_runtime.specs import ModelSpec
+from .foreign_code import code_on
 from .model_patches import native_model
 
 NETWORK, LATENT_FORMAT = "diffusion_model", "latent_format"
@@ -55,11 +58,12 @@ CACHED = "_cached"  # ends the names of what a forward keeps for longer sequence
 
 @dataclass(frozen=True, kw_only=True)
 class KnownPart:
-    """A module, or a plain object of ComfyUI's in one: its class, and the names of its attributes, of them those that
-    are plain with their values, and those that are tensors."""
+    """A module, or a plain object of ComfyUI's in one: its class, and the names of its attributes and children, of them
+    those that are plain with their values, and those that are tensors."""
 
     kind: str
     names: frozenset[str]
+    code: frozenset[str]  # those with code of packs
     values: dict[str, Any]
     tensors: tuple[str, ...]
 
@@ -103,6 +107,33 @@ def changed_since_made(model: ModelPatcher, made: dict[str, KnownPart], path: st
             now = vars(parts[name])  # a loader may put a weight where None was
             before[name] = replace(part, values={key: part.values[key] for key in part.values if key in now})
     return _plain_changes(parts, model, before, path)
+
+
+def code_in_place(model: ModelPatcher) -> dict[str, Any]:
+    """Returns by name what nodes have put onto parts of MODEL's network, without object patches: functions, methods and
+    classes of packs, and what else these name of attributes that the parts did not have when they were loaded."""
+    model = native_model(model)
+    parts, loaded = dict(_parts(model.model.latent_format, model.model.diffusion_model)), known_parts(model)
+    known = {path: part for path, part in loaded.items() if path.startswith(NETWORK) and path in parts}
+    found: dict[str, Any] = {}
+    for path, part in known.items():
+        if is_in_a_pack(kind := type(parts[path])) and _kind_of(parts[path]) != part.kind:
+            found[f"{path}.__class__"] = kind
+        code = code_on(parts[path], model.object_patches.get(f"{path}.__class__"))
+        found |= {f"{path}.{name}": one for name, one in code.items() if name not in part.code}
+    found = {name: one for name, one in found.items() if name not in model.object_patches_backup}
+    is_read = reads(reached(found.values()))
+    for path, part in known.items() if found else ():
+        for name, value in _all_attributes(parts[path]).items():
+            if is_read(name) and name not in part.names and not _is_bookkeeping(name):
+                found[f"{path}.{name}"] = value
+    return found
+
+
+def known_parts(model: ModelPatcher) -> dict[str, KnownPart]:
+    """Returns the parts of MODEL's network as they were loaded, once it has been compared with its file or node."""
+    loaded = _loaded.get(model.model.diffusion_model)
+    return _calls[model.model].made if loaded is None else loaded.parts
 
 
 def _plain_changes(parts: dict[str, Any], model: ModelPatcher, before: dict[str, KnownPart], path: str) -> str:
@@ -174,10 +205,18 @@ def _part(owner: Any) -> KnownPart:
     own = {name: value for name, value in vars(owner).items() if not _is_bookkeeping(name)}
     return KnownPart(
         kind=_kind_of(owner),
-        names=frozenset(vars(owner)),
+        names=frozenset(_all_attributes(owner)),
+        code=frozenset(code_on(owner)),
         values={name: value for name, value in own.items() if _is_plain(value)},
         tensors=tuple(name for name, value in own.items() if isinstance(value, Tensor)),
     )
+
+
+def _all_attributes(owner: Any) -> dict[str, Any]:
+    """Returns the attributes of an object, and a module's parameters, buffers and children among them."""
+    values = vars(owner)
+    registered = (values.get(kind, {}) for kind in ("_parameters", "_buffers", "_modules"))
+    return {**values, **{name: value for each in registered for name, value in each.items()}}
 
 
 _class_name: Callable[[type], str] = functools.cache(qualified_name)
@@ -205,7 +244,10 @@ def _is_bookkeeping(name: str) -> bool:
 
 def _check_modules(parts: dict[str, Any], loaded: Loaded, path: str) -> None:
     for name, part in loaded.parts.items():
-        if name not in parts or _kind_of(parts[name]) != part.kind:
+        inside = name.rpartition(".")[0]
+        if name not in parts and is_in_a_pack(kind := type(parts.get(inside))):
+            raise Refused("network.changed", what=inside.removeprefix(f"{NETWORK}."), code=name_in_pack(kind))
+        if name not in parts or not (_kind_of(parts[name]) == part.kind or is_in_a_pack(type(parts[name]))):
             found = _kind_of(parts[name]) if name in parts else quoted(None)
             _refuse(name, found, part.kind, path)
     for name in parts.keys() - loaded.parts.keys():

@@ -22,7 +22,7 @@ from comfy.samplers import CFGGuider
 from comfy_api.torch_helpers.torch_compile import COMPILE_KEY
 from torch import Tensor
 
-from ...parallel_runtime.errors import Refused, WorkerLost, say
+from ...parallel_runtime.errors import Refused, Sentence, WorkerLost, say
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.group.this_machine import checked_plan
 from ...parallel_runtime.jobs import TWO_MODEL_GUIDERS, SamplingJob
@@ -33,7 +33,7 @@ from ...parallel_runtime.loading.random_states import set_random_states
 from ...parallel_runtime.loading.replaced_code import forget_put_back, note_refused
 from ...parallel_runtime.planning.request_checks import LEAST_STEPS
 from ...parallel_runtime.request import ParallelRequest
-from ..describe.foreign_code import why_replaced
+from ..describe.foreign_code import why_native
 from ..describe.host import announce_refusals, comfy_setup
 from ..describe.model import DescribedModel, describe_model, unwrap_sampler, uses_network
 from ..describe.model_files import controls_of
@@ -75,11 +75,16 @@ def model_on_workers(model: ModelPatcher, request: ParallelRequest) -> ModelPatc
 
 def _stay_native(models: Iterable[ModelPatcher], request: ParallelRequest) -> bool:
     forget_put_back()
-    reason = next(filter(None, map(why_replaced, models)), None)
+    reason = next(filter(None, (why_native(model, request) for model in models)), None)
     if reason is not None:
-        _check_stepwise(request, reason)
-        log.warning("[CP] %s", say("run.native", reason=reason))
+        _say_native(request, reason)
     return reason is not None
+
+
+def _say_native(request: ParallelRequest, reason: Sentence) -> None:
+    """Logs why ComfyUI samples by itself. Raises Refused for options that only workers have."""
+    _check_stepwise(request, reason)
+    log.warning("[CP] %s", say("run.native", reason=reason))
 
 
 def _describe_checked(model: ModelPatcher, request: ParallelRequest) -> DescribedModel:
@@ -110,20 +115,18 @@ def guider_on_workers(guider: Any, request: ParallelRequest) -> Any:
         raise Refused("guider.empty", guider=type(guider).__name__)
     if _stay_native(models.values(), request):
         return guider
-    remote = copy.copy(guider)
+    remote, reason = copy.copy(guider), None
     described = {name: _describe_checked(model, request) for name, model in models.items()}
     try:
         check_guider(guider)
         with_partner = _with_partner(guider, described, request)
-    except Unsendable as reason:
-        if compared_sampler() is not None:
-            remote.model_patcher = _on_workers(models["model_patcher"], described["model_patcher"], request, reason)
-            remote.model_options = remote.model_patcher.model_options
+    except Unsendable as unsendable:
+        with_partner, reason = described["model_patcher"], unsendable
+        if compared_sampler() is None and not with_partner.stays_native:
+            for name, model in models.items():
+                setattr(remote, name, _with_remote_network(model, request, reason))
             return remote
-        for name, model in models.items():
-            setattr(remote, name, _with_remote_network(model, request, reason))
-        return remote
-    remote.model_patcher = _on_workers(models["model_patcher"], with_partner, request)
+    remote.model_patcher = _on_workers(models["model_patcher"], with_partner, request, reason)
     remote.model_options = remote.model_patcher.model_options
     return remote
 
@@ -247,6 +250,9 @@ class RemoteSampling:
                 raise self.reason
             job, take_back, parts = describe_job(guider, described, call)
         except Unsendable as reason:
+            if described.stays_native:
+                _say_native(self.request, reason.sentence)
+                return natively(call)
             if uses_network(call.sampler):
                 raise Refused("sampler.reaches", sampler=qualified_name(unwrap_sampler(call.sampler))) from None
             return self._sample_in_comfyui(guider, partial(natively, call), reason)

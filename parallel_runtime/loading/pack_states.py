@@ -7,6 +7,7 @@ process has them so, too, none is sent; one that differs is sent, if it can be.
 
 from __future__ import annotations
 
+import dis
 import os
 import random
 import sys
@@ -30,13 +31,18 @@ from torch import Tensor, nn
 from ..errors import Refused
 from .code_names import attribute, is_comfyui, is_of_a_pack, pack_module, pack_reference, packs_named, qualified_name
 from .fingerprint import code_fingerprint, fingerprint
-from .kinds import attributes_of
+from .kinds import MISSING, attributes_of
 
 SENT = bool | int | float | str | torch.Tensor | torch.dtype | torch.device | None
 MOST_ITEMS = 2000  # of a list or dict, with all in it: larger ones are tables that nothing sets
 WRAPPERS = (
     classmethod, staticmethod, MethodType, property, partial, cached_property, _lru_cache_wrapper, KSAMPLER
 )  # fmt: skip
+UNSEEN = {"CACHE", "COPY_FREE_VARS", "EXTENDED_ARG", "NOP", "PRECALL", "PUSH_NULL", "RESUME"}
+BY_NAME = {  # a letter for each step of code that loads one of these: capital where it reads variables by name
+    "getattr": "G", "hasattr": "G", "attrgetter": "A", "globals": "B", "vars": "V", "__dict__": "D", "eval": "E",
+    "exec": "E", "getmembers": "E", "self": "s", "get": "g",
+}  # fmt: skip
 BY_TEXT = {"__dict__", "attrgetter", "getattr", "globals", "hasattr", "vars"}  # what takes names as strings
 WRAPPED = ("__func__", "__self__", "func", "fget", "__wrapped__", "sampler_function", "extra_options")
 Globals = dict[str, dict[str, Any]]  # by module, as the workers know it: values by name
@@ -76,20 +82,21 @@ def variables_of(code: Iterable[FunctionType | type]) -> Iterator[tuple[str, str
     """Yields the global variables that functions of packs name, and the attributes with such names of packs' classes
     and functions: the module as the workers know it, the (dotted) name, the value."""
     code = [*code]
-    functions = [one for one in code if isinstance(one, FunctionType)]
-    read = frozenset[str]().union(*(code_names(function.__code__) for function in functions))
-    for function in functions:
-        yield from _globals_of(function)
+    is_read = reads(code)
+    for function in code:
+        if isinstance(function, FunctionType):
+            yield from _globals_of(function)
     for one in code:
         if attribute(sys.modules.get(one.__module__), one.__qualname__) is one:
             module = pack_reference(one.__module__) or ""
-            yield from ((module, f"{one.__qualname__}.{name}", vars(one)[name])
-                        for name in read & vars(one).keys() if _is_data(name, vars(one)[name]))  # fmt: skip
+            yield from ((module, f"{one.__qualname__}.{name}", value) for name, value in [*vars(one).items()]
+                        if is_read(name) and _is_data(name, value))  # fmt: skip
 
 
 def _globals_of(function: FunctionType) -> Iterator[tuple[str, str, Any]]:
-    """Yields the variables of its module, and of modules of packs that it names or imports, and of those in them."""
-    names = code_names(function.__code__)
+    """Yields the variables of its module, and of modules of packs that it names or imports, and of those in them: those
+    that it names, also where they are gone; all where it computes names."""
+    names, is_read = code_names(function.__code__), reads([function])
     package = function.__globals__.get("__package__") or ""
     homes = [f"{package.rsplit('.', up)[0]}." for up in range(package.count(".") + 1)]  # of relative imports
     imported = (sys.modules.get(home + name) for home in ("", *homes) for name in names)
@@ -100,9 +107,10 @@ def _globals_of(function: FunctionType) -> Iterator[tuple[str, str, Any]]:
         module = None if id(variables) in seen else pack_reference(variables.get("__name__", ""))
         seen.add(id(variables))
         if module is not None:
-            named = {name: variables[name] for name in names & variables.keys()}
-            yield from ((module, name, value) for name, value in named.items())
-            todo += [vars(value) for value in named.values() if isinstance(value, ModuleType)]
+            known = {**dict.fromkeys(_names_set(variables["__name__"]), MISSING), **variables}
+            found = {name: value for name, value in known.items() if is_read(name)}
+            yield from ((module, name, value) for name, value in found.items())
+            todo += [vars(found[name]) for name in names & found.keys() if isinstance(found[name], ModuleType)]
 
 
 def _is_data(name: str, value: Any) -> bool:
@@ -128,13 +136,18 @@ def set_globals(values: Globals) -> None:
 
 
 def variable(module: str, name: str) -> Any:
-    """Returns a global variable of a pack's module, or an attribute of a class there."""
-    return attribute(pack_module(module), name)
+    """Returns a global variable of a pack's module, or an attribute of a class there; MISSING for none."""
+    owner, _, last = name.rpartition(".")
+    return getattr(variable(module, owner) if owner else pack_module(module), last, MISSING)
 
 
 def set_variable(module: str, name: str, value: Any) -> None:
     owner, _, last = name.rpartition(".")
-    setattr(variable(module, owner) if owner else pack_module(module), last, value)
+    home = variable(module, owner) if owner else pack_module(module)
+    if value is MISSING:
+        vars(home).pop(last, None)
+    else:
+        setattr(home, last, value)
 
 
 def changed_globals(before: Globals) -> Globals:
@@ -181,6 +194,55 @@ def reached(code: Iterable[Any]) -> Iterator[FunctionType | type]:
             todo += [part for base in value.__mro__ for part in vars(base).values()]
         else:
             todo += [type(value), *getattr(value, "__dict__", {}).values()]
+
+
+def reads(code: Iterable[FunctionType | type]) -> Callable[[str], bool]:
+    """Returns whether a function among this code may read a variable or attribute of a name: one of those in it, or any
+    where it computes names."""
+    codes = [one.__code__ for one in code if isinstance(one, FunctionType)]
+    names = frozenset[str]().union(*map(code_names, codes))
+    computes = any(map(_computes_names, codes))
+    return lambda name: name in names or (computes and not name.startswith("__"))
+
+
+@cache
+def _computes_names(code: CodeType) -> bool:
+    """May this code, or a function that it defines, read variables by other names than texts in it?"""
+    steps = "".join(_letter(step) for step in dis.get_instructions(code) if step.opname not in UNSEEN)
+    by_others = any(letter.isupper() and not _reads_by_a_text(steps, place) for place, letter in enumerate(steps))
+    return by_others or any(_computes_names(part) for part in code.co_consts if isinstance(part, CodeType))
+
+
+def _reads_by_a_text(steps: str, place: int) -> bool:
+    """Is what is read there named by a text in the code (t)? Other steps are a: an attribute, l: another load, c: a
+    call, b: `[]`. What `self` has is compared anyway."""
+    reads, after = steps[place], steps[place + 1 :]
+    if (reads == "V" and after.startswith("sc")) or (reads == "D" and steps[:place].endswith("s")):
+        return True
+    after = after.lstrip({"G": "lsa", "V": "la"}.get(reads, ""))
+    if reads in "VB" and after.startswith("c"):  # then `[TEXT]` or `.get(TEXT)`
+        after = after[1:].removeprefix("g")
+    after = after.removeprefix("g") if reads == "D" else after
+    ends = after[1:2] in ("b", "c") or (after[1:2] in ("l", "t", "o", "s") and after[2:3] == "c")
+    return reads != "E" and after.startswith("t") and ends
+
+
+def _letter(step: dis.Instruction) -> str:
+    if step.opname == "LOAD_CONST":
+        return "t" if isinstance(step.argval, str) else "o"
+    if step.opname.startswith("LOAD_"):
+        return BY_NAME.get(str(step.argval), "a" if step.opname in ("LOAD_ATTR", "LOAD_METHOD") else "l")
+    return "c" if step.opname.startswith("CALL") else "b" if step.opname == "BINARY_SUBSCR" else "o"
+
+
+@cache
+def _names_set(module: str) -> frozenset[str]:
+    """Returns the names that a module has once it is imported: a node may delete one."""
+    loader: Any = getattr(sys.modules[module].__spec__, "loader", None)
+    code = loader.get_code(module) if hasattr(loader, "get_code") else None
+    steps = [*dis.get_instructions(code)] if isinstance(code, CodeType) else []
+    stored, deleted = ({step.argval for step in steps if step.opname == name} for name in ("STORE_NAME", "DELETE_NAME"))
+    return frozenset(stored - deleted)
 
 
 def _closure_values(function: FunctionType) -> list[Any]:

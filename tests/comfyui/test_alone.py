@@ -498,7 +498,7 @@ def test_attention_that_a_pack_has_set_before_we_are_imported_is_not_taken_for_c
 
 def test_replaced_code_that_keeps_nothing_between_evaluations_lets_prompts_be_shared_out(alone: Group) -> None:
     (kept,) = alone.run(f"{REPLACED}kept_between_evaluations")
-    assert kept == ["a_variable", "a_list", "an_attribute", "by_another", "a_cell"]
+    assert kept == ["a_variable", "a_list", "an_attribute", "under_comfyuis_name", "decorated", "by_another", "a_cell"]
 
 
 @pytest.mark.parametrize("unloaded", [False, True])

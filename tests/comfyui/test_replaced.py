@@ -17,12 +17,13 @@ from .latents import apart, latent_of
 from .nodes_benches import benches, write_benches
 from .nodes_graphs import Trial
 from .server import Server, running_server
-from .test_foreign import BAR, FLUX, Picture, on_the_model, plain, with_the_sampler
+from .test_foreign import BAR, FLUX, WAN, Picture, on_the_model, plain, with_the_sampler
 from .test_kin import link, node
-from .test_packs import AUTO, SPLIT, unchanged
+from .test_packs import AUTO, SPLIT, code_on_a_unet, unchanged
 from .test_unet_nodes import ODD
 
 RIG = Path(__file__).absolute().parent / "rig_replacing"
+INSIDE = RIG.with_name("rig_inside")
 MENDED = """
 import os, sys
 import comfy.options
@@ -59,6 +60,15 @@ def replacing(comfy: ComfyInstall, tmp_path_factory: pytest.TempPathFactory) -> 
         yield server
 
 
+@pytest.fixture(scope="module")
+def inside(comfy: ComfyInstall, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with a pack that replaces code inside networks as it is imported."""
+    pack = tmp_path_factory.mktemp("packs") / "cp_inside"
+    pack.symlink_to(INSIDE)
+    with running_server(comfy, packs=(pack,)) as server:
+        yield server
+
+
 def check(server: Server, picture: Picture, parallel: Parallel = SPLIT) -> str:
     """Compares with ComfyUI's own sampler; returns what ComfyUI has logged of the run of ours."""
     want, since = latent_of(server.client.run(picture(None))), server.log_size()
@@ -90,10 +100,57 @@ def test_code_that_packs_put_in_place_of_comfyuis_loop_reads_the_global_variable
         assert "on 2 worker(s): sampled in" in check(replacing, on_the_model("CPTest cp_replacing", what=what))
 
 
-def test_a_network_whose_code_is_replaced_is_sampled_by_comfyui_by_name(replacing: Server) -> None:
-    log = check(replacing, on_a_unet(replacing), AUTO)
+def test_a_network_whose_code_is_replaced_is_sampled_by_comfyui_by_name_where_it_was_to_be_split(
+    replacing: Server,
+) -> None:
+    """Who merely has such a pack is not refused every run."""
+    log = check(replacing, on_a_unet(replacing))
     assert "another pack has replaced torch.nn.modules.normalization.GroupNorm.forward" in log
+    assert "would split it; set them to 0" in log
     assert "worker(s): sampled in" not in log
+    assert "worker(s): sampled in" in check(replacing, on_a_unet(replacing), AUTO)
+
+
+def test_code_inside_a_network_that_a_node_replaces_in_comfyuis_process_alone_is_sampled_there_by_name(
+    inside: Server,
+) -> None:
+    """Workers have ComfyUI's, until the node has put it back."""
+    for attempt in ("on the workers first", "here at once"):
+        try:
+            log = check(inside, replaced_inside(inside, "layer norm", "Wan"), AUTO)
+        finally:
+            inside.client.run(replaced_inside(inside, "nothing", "Wan")(None))
+        assert "cp_inside has not replaced torch.nn.modules.normalization.LayerNorm.forward alike" in log, attempt
+        assert log.count("runs this MODEL in ComfyUI's process") == 1, attempt
+    assert "worker(s): sampled in" in check(inside, replaced_inside(inside, "nothing", "Wan"), AUTO)
+
+
+SIDES = {"prompts": Parallel(devices="cpu,cpu", cfg_degree=2), "images": Parallel(devices="cpu,cpu", data_degree=2)}
+
+
+def replaced_inside(server: Server, kind: str, network: str) -> Picture:
+    if network == "SDXL":
+        return code_on_a_unet(server, kind, "CPTest cp_inside")
+    return on_the_model("CPTest cp_inside", job=WAN if network == "Wan" else FLUX, kind=kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "network"),
+    [
+        ("group norm", "SDXL"), ("decorated", "SDXL"), ("attention", "SDXL"), ("sdpa", "FLUX"), ("attention", "FLUX"),
+        ("linear", "FLUX"), ("block", "FLUX"), ("object", "FLUX"), ("class", "FLUX"), ("area", "FLUX"),
+        ("wan block", "Wan"), ("attention", "Wan"), ("linear", "Wan"),
+    ],
+)  # fmt: skip
+def test_code_inside_a_network_that_a_pack_replaces_as_it_is_imported_runs_in_the_workers(
+    inside: Server, kind: str, network: str
+) -> None:
+    picture, nothing = (replaced_inside(inside, each, network) for each in (kind, "nothing"))
+    log = check(inside, picture, SIDES["prompts"])
+    assert "on 2 worker(s): sampled in" in log
+    assert "undivided" not in log
+    plain = latent_of(inside.client.run(nothing(SIDES["prompts"])))
+    assert apart(plain, latent_of(inside.client.run(picture(SIDES["prompts"])))) > 100 * BAR
 
 
 def test_workers_that_are_restarted_try_a_pack_again_whose_import_has_failed(replacing: Server) -> None:

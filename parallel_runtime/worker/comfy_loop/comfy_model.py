@@ -26,7 +26,7 @@ from ...engine.comm.ranks import rank
 from ...engine.graph_runner import Unrecordable
 from ...engine.prefetch import RankPlacement
 from ...errors import Refused
-from ...jobs import Described, Job
+from ...jobs import Described, Job, SamplingJob
 from ...loading.code_names import asked, import_pack, named, packs_named
 from ...loading.mapped import load_mapped, load_same
 from ...loading.object_codec import rebuild
@@ -249,9 +249,11 @@ def import_packs(packs: Sequence[str], files: Mapping[str, dict[str, str]]) -> N
 
 
 def load(
-    additional: AdditionalModels, spec: ModelSpec, device: torch.device, on_progress: Callable[[float], None], _: Job
+    additional: AdditionalModels, spec: ModelSpec, device: torch.device, on_progress: Callable[[float], None], job: Job
 ) -> ComfyModel:
     """Loads the model, and that of the negative prompt. Raises Refused where this rank cannot. Collective."""
+    if isinstance(job, SamplingJob):
+        import_packs(job.packs, job.pack_files)  # they may have replaced classes of layers
     for one in (spec, spec.partner):
         if one is not None and (packs := packs_named(one.loader)):
             import_packs(packs, json.loads(one.arguments)["pack_files"])
