@@ -119,11 +119,12 @@ def code_in_place(model: ModelPatcher) -> dict[str, Any]:
     for path, part in known.items():
         if is_in_a_pack(kind := type(parts[path])) and _kind_of(parts[path]) != part.kind:
             found[f"{path}.__class__"] = kind
-        code = code_on(parts[path], model.object_patches.get(f"{path}.__class__"))
-        found |= {f"{path}.{name}": one for name, one in code.items() if name not in part.code}
+        on_part = code_on(parts[path], model.object_patches.get(f"{path}.__class__"))
+        found |= {f"{path}.{name}": one for name, one in on_part.items() if name not in part.code}
     found = {name: one for name, one in found.items() if name not in model.object_patches_backup}
-    is_read = reads(reached(found.values()))
-    for path, part in known.items() if found else ():
+    code = [*found.values(), *model.object_patches.values()]
+    is_read = reads(reached(code))
+    for path, part in known.items() if code else ():
         for name, value in _all_attributes(parts[path]).items():
             if is_read(name) and name not in part.names and not _is_bookkeeping(name):
                 found[f"{path}.{name}"] = value

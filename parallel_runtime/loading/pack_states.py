@@ -7,7 +7,6 @@ process has them so, too, none is sent; one that differs is sent, if it can be.
 
 from __future__ import annotations
 
-import dis
 import os
 import random
 import sys
@@ -16,10 +15,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextvars import ContextVar
 from enum import Enum
-from functools import _lru_cache_wrapper, cache, cached_property, partial
+from functools import _lru_cache_wrapper, cached_property, partial
 from inspect import signature
 from itertools import chain, islice
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy
@@ -32,18 +31,13 @@ from ..errors import Refused
 from .code_names import attribute, is_comfyui, is_of_a_pack, pack_module, pack_reference, packs_named, qualified_name
 from .fingerprint import code_fingerprint, fingerprint
 from .kinds import MISSING, attributes_of
+from .names_in_code import code_names, names_set, read_by_computed_names
 
 SENT = bool | int | float | str | torch.Tensor | torch.dtype | torch.device | None
 MOST_ITEMS = 2000  # of a list or dict, with all in it: larger ones are tables that nothing sets
 WRAPPERS = (
     classmethod, staticmethod, MethodType, property, partial, cached_property, _lru_cache_wrapper, KSAMPLER
 )  # fmt: skip
-UNSEEN = {"CACHE", "COPY_FREE_VARS", "EXTENDED_ARG", "NOP", "PRECALL", "PUSH_NULL", "RESUME"}
-BY_NAME = {  # a letter for each step of code that loads one of these: capital where it reads variables by name
-    "getattr": "G", "hasattr": "G", "attrgetter": "A", "globals": "B", "vars": "V", "__dict__": "D", "eval": "E",
-    "exec": "E", "getmembers": "E", "self": "s", "get": "g",
-}  # fmt: skip
-BY_TEXT = {"__dict__", "attrgetter", "getattr", "globals", "hasattr", "vars"}  # what takes names as strings
 WRAPPED = ("__func__", "__self__", "func", "fget", "__wrapped__", "sampler_function", "extra_options")
 Globals = dict[str, dict[str, Any]]  # by module, as the workers know it: values by name
 PARTS: dict[type, Callable[[Any], list[Any]]] = {
@@ -82,35 +76,43 @@ def variables_of(code: Iterable[FunctionType | type]) -> Iterator[tuple[str, str
     """Yields the global variables that functions of packs name, and the attributes with such names of packs' classes
     and functions: the module as the workers know it, the (dotted) name, the value."""
     code = [*code]
-    is_read = reads(code)
-    for function in code:
-        if isinstance(function, FunctionType):
-            yield from _globals_of(function)
+    functions = [one for one in code if isinstance(one, FunctionType)]
+    read = frozenset[str]().union(*(code_names(function.__code__) for function in functions))
+    whole = set[int]().union(*map(_read_whole, functions))
+    for function in functions:
+        yield from _globals_of(function)
     for one in code:
         if attribute(sys.modules.get(one.__module__), one.__qualname__) is one:
             module = pack_reference(one.__module__) or ""
             yield from ((module, f"{one.__qualname__}.{name}", value) for name, value in [*vars(one).items()]
-                        if is_read(name) and _is_data(name, value))  # fmt: skip
+                        if (name in read or id(one) in whole) and _is_data(name, value))  # fmt: skip
 
 
 def _globals_of(function: FunctionType) -> Iterator[tuple[str, str, Any]]:
     """Yields the variables of its module, and of modules of packs that it names or imports, and of those in them: those
-    that it names, also where they are gone; all where it computes names."""
-    names, is_read = code_names(function.__code__), reads([function])
-    package = function.__globals__.get("__package__") or ""
-    homes = [f"{package.rsplit('.', up)[0]}." for up in range(package.count(".") + 1)]  # of relative imports
-    imported = (sys.modules.get(home + name) for home in ("", *homes) for name in names)
-    todo = [function.__globals__, *(vars(module) for module in imported if isinstance(module, ModuleType))]
+    that it names, also where they are gone; all where it computes names of them."""
+    names, whole = code_names(function.__code__), _read_whole(function)
+    todo = [function.__globals__, *map(vars, _imported_by(function))]
     seen = set[int]()
     while todo:
         variables = todo.pop()
         module = None if id(variables) in seen else pack_reference(variables.get("__name__", ""))
         seen.add(id(variables))
         if module is not None:
-            known = {**dict.fromkeys(_names_set(variables["__name__"]), MISSING), **variables}
-            found = {name: value for name, value in known.items() if is_read(name)}
+            known = {**dict.fromkeys(names_set(variables["__name__"]), MISSING), **variables}
+            every = id(variables) in whole
+            found = {name: value for name, value in known.items()
+                     if name in names or (every and not name.startswith("__"))}  # fmt: skip
             yield from ((module, name, value) for name, value in found.items())
             todo += [vars(found[name]) for name in names & found.keys() if isinstance(found[name], ModuleType)]
+
+
+def _imported_by(function: FunctionType) -> list[ModuleType]:
+    """Returns modules that a function may import itself."""
+    package = function.__globals__.get("__package__") or ""
+    homes = [f"{package.rsplit('.', up)[0]}." for up in range(package.count(".") + 1)]  # of relative imports
+    names = (home + name for home in ("", *homes) for name in code_names(function.__code__))
+    return [module for module in map(sys.modules.get, names) if isinstance(module, ModuleType)]
 
 
 def _is_data(name: str, value: Any) -> bool:
@@ -197,65 +199,30 @@ def reached(code: Iterable[Any]) -> Iterator[FunctionType | type]:
 
 
 def reads(code: Iterable[FunctionType | type]) -> Callable[[str], bool]:
-    """Returns whether a function among this code may read a variable or attribute of a name: one of those in it, or any
-    where it computes names."""
+    """Returns whether a function among this code may read an attribute of a name: one of those in it, or any where it
+    computes names."""
     codes = [one.__code__ for one in code if isinstance(one, FunctionType)]
-    names = frozenset[str]().union(*map(code_names, codes))
-    computes = any(map(_computes_names, codes))
-    return lambda name: name in names or (computes and not name.startswith("__"))
+    names, computes = frozenset[str]().union(*map(code_names, codes)), any(map(read_by_computed_names, codes))
+    return lambda name: computes or name in names
 
 
-@cache
-def _computes_names(code: CodeType) -> bool:
-    """May this code, or a function that it defines, read variables by other names than texts in it?"""
-    steps = "".join(_letter(step) for step in dis.get_instructions(code) if step.opname not in UNSEEN)
-    by_others = any(letter.isupper() and not _reads_by_a_text(steps, place) for place, letter in enumerate(steps))
-    return by_others or any(_computes_names(part) for part in code.co_consts if isinstance(part, CodeType))
-
-
-def _reads_by_a_text(steps: str, place: int) -> bool:
-    """Is what is read there named by a text in the code (t)? Other steps are a: an attribute, l: another load, c: a
-    call, b: `[]`. What `self` has is compared anyway."""
-    reads, after = steps[place], steps[place + 1 :]
-    if (reads == "V" and after.startswith("sc")) or (reads == "D" and steps[:place].endswith("s")):
-        return True
-    after = after.lstrip({"G": "lsa", "V": "la"}.get(reads, ""))
-    if reads in "VB" and after.startswith("c"):  # then `[TEXT]` or `.get(TEXT)`
-        after = after[1:].removeprefix("g")
-    after = after.removeprefix("g") if reads == "D" else after
-    ends = after[1:2] in ("b", "c") or (after[1:2] in ("l", "t", "o", "s") and after[2:3] == "c")
-    return reads != "E" and after.startswith("t") and ends
-
-
-def _letter(step: dis.Instruction) -> str:
-    if step.opname == "LOAD_CONST":
-        return "t" if isinstance(step.argval, str) else "o"
-    if step.opname.startswith("LOAD_"):
-        return BY_NAME.get(str(step.argval), "a" if step.opname in ("LOAD_ATTR", "LOAD_METHOD") else "l")
-    return "c" if step.opname.startswith("CALL") else "b" if step.opname == "BINARY_SUBSCR" else "o"
-
-
-@cache
-def _names_set(module: str) -> frozenset[str]:
-    """Returns the names that a module has once it is imported: a node may delete one."""
-    loader: Any = getattr(sys.modules[module].__spec__, "loader", None)
-    code = loader.get_code(module) if hasattr(loader, "get_code") else None
-    steps = [*dis.get_instructions(code)] if isinstance(code, CodeType) else []
-    stored, deleted = ({step.argval for step in steps if step.opname == name} for name in ("STORE_NAME", "DELETE_NAME"))
-    return frozenset(stored - deleted)
+def _read_whole(function: FunctionType) -> set[int]:
+    """Returns the ids of the variables of modules, and of classes, that a function reads by names that it computes."""
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    closed = {name: cell.cell_contents for name, cell in cells.items() if cell != CellType()}
+    imported = {module.__name__.rpartition(".")[2]: module for module in _imported_by(function)}
+    variables, found = {**imported, **function.__globals__, **closed}, set()
+    for owner in read_by_computed_names(function.__code__):
+        first, _, path = owner.partition(".")
+        value = variables.get(first)
+        value = attribute(value, path) if path else value
+        found.add(id(vars(value) if isinstance(value, ModuleType) else value if owner else function.__globals__))
+    return found
 
 
 def _closure_values(function: FunctionType) -> list[Any]:
     """Returns the variables of the function around it that a function uses, but for those not assigned yet."""
     return [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
-
-
-@cache
-def code_names(code: CodeType) -> frozenset[str]:
-    """Returns the names of global variables and attributes in this code and in functions that it defines."""
-    inner = (code_names(part) for part in code.co_consts if isinstance(part, CodeType))
-    texts = code.co_consts if BY_TEXT.intersection(code.co_names) else ()
-    return frozenset(code.co_names).union(*inner, (text for text in texts if isinstance(text, str)))
 
 
 def _items(value: Any) -> float:

@@ -26,6 +26,7 @@ from torch import nn
 from ..errors import Refused, Sentence, say
 from .code_names import home_of, is_comfyui, name_of_pack, pack_reference, packs_named, qualified_name, unusable
 from .fingerprint import code_fingerprint, fingerprint
+from .names_in_code import code_of_module
 from .pack_states import state
 
 CUSTOM_NODES = f"{os.sep}custom_nodes{os.sep}"
@@ -251,9 +252,8 @@ def _modules_of(kinds: Iterable[type]) -> Iterator[ModuleType]:
 @functools.cache
 def _own_names(module: ModuleType) -> tuple[str, ...]:
     """Returns the names that the module's own source defines or imports."""
-    loader: Any = getattr(module.__spec__, "loader", None)
-    code = loader.get_code(module.__name__) if hasattr(loader, "get_code") else None
-    return code.co_names if isinstance(code, CodeType) else ()
+    code = code_of_module(module)
+    return code.co_names if code else ()
 
 
 def is_in_a_pack(value: Any) -> bool:

@@ -134,6 +134,18 @@ def replaced_inside(server: Server, kind: str, network: str) -> Picture:
     return on_the_model("CPTest cp_inside", job=WAN if network == "Wan" else FLUX, kind=kind)
 
 
+def test_cp_plan_names_the_code_that_keeps_a_network_undivided_or_in_comfyui(inside: Server) -> None:
+    for parallel, says in ((AUTO, "with"), (SPLIT, "would split it; set them to 0")):
+        graph = unchanged(parallel)
+        del graph["save"]
+        sampler = graph.pop("sampler")["inputs"]
+        sockets = {name: sampler[name] for name in ("model", "latent_image", "positive", "cp_config")}
+        graph["plan"] = node("CPPlan", **sockets, cfg=2.0)
+        (text,) = inside.client.run(graph).outputs["plan"]["text"]
+        assert says in text
+        assert "by cp_inside" in text or "(cp_inside" in text
+
+
 @pytest.mark.parametrize(
     ("kind", "network"),
     [

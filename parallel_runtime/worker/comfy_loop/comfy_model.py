@@ -29,7 +29,7 @@ from ...errors import Refused
 from ...jobs import Described, Job, SamplingJob
 from ...loading.code_names import asked, import_pack, named, packs_named
 from ...loading.mapped import load_mapped, load_same
-from ...loading.object_codec import rebuild
+from ...loading.object_codec import PLAIN, rebuild
 from ...loading.replaced_code import check_replaced, replaced_code
 from ...specs import Compilation, ModelSpec, Parallelism
 from ..models import Model
@@ -158,9 +158,11 @@ class ComfyModel(Model):
             reset(self.network.prefix_cache_enabled)
 
     def replaced_attributes(self) -> Hashable:
-        """Returns the plain values with which nodes have replaced attributes of the network."""
+        """Returns the plain values with which nodes have replaced attributes of the network. With code in it nothing is
+        recorded."""
         patches = getattr(self.patcher.model.current_patcher, "object_patches", {})
-        inside_network = ((name, value) for name, value in patches.items() if name.startswith("diffusion_model."))
+        plain = ((name, value) for name, value in patches.items() if isinstance(value, PLAIN))
+        inside_network = ((name, value) for name, value in plain if name.startswith("diffusion_model."))
         return tuple((name, type(value), value) for name, value in sorted(inside_network, key=itemgetter(0)))
 
     def unrecordable_reason(self) -> str:
