@@ -121,11 +121,11 @@ def guider_on_workers(guider: Any, request: ParallelRequest) -> Any:
         check_guider(guider)
         with_partner = _with_partner(guider, described, request)
     except Unsendable as unsendable:
-        with_partner, reason = described["model_patcher"], unsendable
-        if compared_sampler() is None and not with_partner.stays_native:
+        if compared_sampler() is None and not any(one.stays_native for one in described.values()):
             for name, model in models.items():
-                setattr(remote, name, _with_remote_network(model, request, reason))
+                setattr(remote, name, _with_remote_network(model, request, unsendable))
             return remote
+        with_partner, reason = described["model_patcher"], unsendable
     remote.model_patcher = _on_workers(models["model_patcher"], with_partner, request, reason)
     remote.model_options = remote.model_patcher.model_options
     return remote
