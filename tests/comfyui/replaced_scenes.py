@@ -230,6 +230,15 @@ def kept_between_evaluations(rank: int, world: int) -> list[str]:
     return [name for name, one in each.items() if coupling.couples_evaluations(one)]
 
 
+def coupled_by_replaced_code(rank: int, world: int) -> list[bool]:
+    """Do prompts and images stay together where a pack has replaced a method of layers; and where its function says
+    that it computes each token?"""
+    plain, declared = (a_pack.around(torch.nn.SiLU.forward) for _ in range(2))
+    declared.context_parallel = "each token"
+    each = (replacing.Replaced("torch.nn.modules.activation.SiLU.forward", one) for one in (plain, declared))
+    return [foreign.CodeForGood([one]).couples for one in each]
+
+
 def attention_set_before_us(rank: int, world: int) -> bool:
     """Do we know ComfyUI's own choice of attention where a pack that was imported before us has set another?"""
     attention = comfy.ldm.modules.attention
