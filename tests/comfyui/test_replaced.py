@@ -125,7 +125,7 @@ def test_code_inside_a_network_that_a_node_replaces_in_comfyuis_process_alone_is
     assert "worker(s): sampled in" in check(inside, replaced_inside(inside, "nothing", "Wan"), AUTO)
 
 
-SIDES = {"prompts": Parallel(devices="cpu,cpu", cfg_degree=2), "images": Parallel(devices="cpu,cpu", data_degree=2)}
+PROMPTS = Parallel(devices="cpu,cpu", cfg_degree=2)
 
 
 def replaced_inside(server: Server, kind: str, network: str) -> Picture:
@@ -158,11 +158,11 @@ def test_code_inside_a_network_that_a_pack_replaces_as_it_is_imported_runs_in_th
     inside: Server, kind: str, network: str
 ) -> None:
     picture, nothing = (replaced_inside(inside, each, network) for each in (kind, "nothing"))
-    log = check(inside, picture, SIDES["prompts"])
+    log = check(inside, picture, PROMPTS)
     assert "on 2 worker(s): sampled in" in log
     assert "undivided" not in log
-    plain = latent_of(inside.client.run(nothing(SIDES["prompts"])))
-    assert apart(plain, latent_of(inside.client.run(picture(SIDES["prompts"])))) > 100 * BAR
+    plain = latent_of(inside.client.run(nothing(PROMPTS)))
+    assert apart(plain, latent_of(inside.client.run(picture(PROMPTS)))) > 100 * BAR
 
 
 def test_workers_that_are_restarted_try_a_pack_again_whose_import_has_failed(replacing: Server) -> None:
