@@ -34,8 +34,9 @@ class SamplingJob:
     of the same MODELs, each None where the workers have them already. `latent_shapes` belong to latents (audio and
     video) that are packed into one. `packs` are imported first, in this order; `replaced` has by name the fingerprint
     and the packs of ComfyUI's and torch's code that they have replaced, and `states` the fingerprints of what code of
-    packs reads and is not sent. `batch_coupled` means that something on the MODEL sees every prompt and image at once,
-    so they are not divided; `images_coupled`, that something sees every image of a prompt, so only prompts are divided.
+    packs reads and is not sent. `runs_changed_code` means that the network runs code that is not ComfyUI's;
+    `batch_coupled`, that something on the MODEL sees every prompt and image at once, so they are not divided;
+    `images_coupled`, that something sees every image of a prompt, so only prompts are divided.
     An entry of a batch is one image for one prompt: `entries_per_call` of them go through the network at once; 0 for
     all, also those of several prompts."""
 
@@ -53,6 +54,7 @@ class SamplingJob:
     replaced: dict[str, list[str]]
     states: dict[str, str]
     batch_coupled: bool
+    runs_changed_code: bool = False
     latent_shapes: list[Any] | None = None
     entries_per_call: int = 0
     images_coupled: bool = False

@@ -29,7 +29,7 @@ from ...parallel_runtime.loading.replaced_code import replaced_in_loop
 from ...parallel_runtime.planning.request_checks import LEAST_STEPS
 from ...parallel_runtime.planning.run_plan import RunPlan
 from ...parallel_runtime.request import ParallelRequest
-from ..describe.foreign_code import check_loop, why_replaced
+from ..describe.foreign_code import check_loop, why_native
 from ..describe.host import announce_refusals
 from ..describe.model import DescribedModel, describe_model
 from ..describe.model_files import Conds, controls_of, describer, weight_bytes
@@ -133,7 +133,7 @@ def _explain(
     samples a few steps first, on the plan's workers and on fewer."""
     conds = {"positive": comfy.sampler_helpers.convert_cond(positive)}
     nothing: dict[str, Any] = {"fix": [], "times": [], "split": None, "cost": None}
-    if (reason := why_replaced(model)) is not None:
+    if (reason := why_native(model, request)) is not None:
         return Report(rows=(Row("", say("run.native", reason=reason), "trouble"),)), nothing, request
     try:
         described = describe_model(model, request).guided_by(conds)
@@ -245,10 +245,11 @@ def _with_controls(
     try:
         check_loop(replaced_in_loop())
         parts = describer(model)
-        describe_on_model(model, model.model_options, parts)
+        describe_on_model(model, model.model_options, parts, described)
         describe_conds(conds, parts)
     except Unsendable as reason:
-        return described, "", say("loop.comfyui", reason=reason.sentence)
+        key = "run.native" if described.stays_native else "loop.comfyui"
+        return described, "", say(key, reason=reason.sentence)
     size = f"{weight_bytes(controls) / 2**30:.2f}"
     described = described.with_models_of(conds).with_vaes(parts.vaes, shape)
     return described, say_if(controls, "controls", count=len(controls), size=size), ""

@@ -26,7 +26,7 @@ from ...parallel_runtime.architectures import architecture_of
 from ...parallel_runtime.errors import Refused
 from ...parallel_runtime.loading.code_names import is_comfyui, is_of_a_pack, qualified_name
 from ...parallel_runtime.loading.object_codec import PLAIN
-from ...parallel_runtime.loading.replaced_code import Replaced, variable
+from ...parallel_runtime.loading.replaced_code import Replaced, is_in_a_pack, variable
 from .model_patches import AROUND_NETWORK, native_network, wrappers_of
 
 STATELESS = (*PLAIN.__args__, Enum, type, types.ModuleType, Tensor, torch.dtype, nn.Module, ModelPatcher)
@@ -84,7 +84,9 @@ def _keeps(function: Any, seen: set[int]) -> bool:
     """May this function assign to others' variables or attributes, or use what changes? A class may."""
     if not isinstance(function, types.FunctionType):
         return True
-    if id(function) in seen or is_comfyui(function):
+    if not is_of_a_pack(function):  # or one of a pack in a decorator
+        return is_in_a_pack(function)
+    if id(function) in seen:
         return False
     seen.add(id(function))
     for before, step in itertools.pairwise(_instructions(function.__code__)):

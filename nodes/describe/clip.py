@@ -18,7 +18,7 @@ from ...parallel_runtime.jobs import Described
 from ...parallel_runtime.loading.code_names import is_comfyui, qualified_name, reference
 from ...parallel_runtime.loading.fingerprint import stat_file
 from ...parallel_runtime.loading.mapped import Mapped, has_dynamic_vram, network_fingerprint
-from ...parallel_runtime.loading.replaced_code import MERGES
+from ...parallel_runtime.loading.replaced_code import MERGES, name_in_pack
 from ...parallel_runtime.specs import ModelSpec
 from .foreign_code import changes_of, check_code, foreign_layers
 from .model import argument_to_json
@@ -78,7 +78,7 @@ def check_encoder(patcher: ModelPatcher, *, of_pack: bool) -> None:
     """Raises NotParallel for a text encoder with code of other packs, or with anything on it but weight patches and
     hooks. What a pack's node has made may have its layers: workers call that node."""
     for name, code in (*(() if of_pack else foreign_layers(patcher.model)), *changes_of(patcher.model)):
-        raise NotParallel(say("vae.code", what=name, code=code))
+        raise NotParallel(say("vae.code", what=name, code=name_in_pack(code)))
     if replaced := patcher.object_patches.keys() - {DTYPE}:
         raise NotParallel(say("clip.patched", what=min(replaced)))
     for name in INSIDE:

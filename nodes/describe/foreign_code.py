@@ -1,30 +1,54 @@
-"""Finds code that other packs put onto a network itself, or in place of ComfyUI's own code: workers would lack it."""
+"""Finds code that other packs put onto a network itself, or in place of ComfyUI's own code."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Collection, Iterable, Iterator
-from types import MethodType
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from types import FunctionType, MethodType
 from typing import Any
 
 import comfy.model_management
 from comfy.model_patcher import ModelPatcher
 from torch import nn
 
+from ...parallel_runtime.architectures.block_patches import sees_each_token
 from ...parallel_runtime.errors import Refused, Sentence, say
 from ...parallel_runtime.loading.code_names import Unsendable, is_comfyui
 from ...parallel_runtime.loading.replaced_code import (
-    MERGES,
     Replaced,
     is_in_a_pack,
     name_in_pack,
+    replaced_code,
     replaced_in,
     replaced_in_network,
 )
+from ...parallel_runtime.request import ParallelRequest
 
 GGUF_LAYER = "GGMLLayer"  # of ComfyUI-GGUF
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+Changes = Iterable[tuple[str, Any]]  # what is changed, and the code that is there
+
+
+@dataclass(frozen=True)
+class CodeForGood:
+    """Code of packs that a MODEL's network runs: what they have `replaced` of ComfyUI's and torch's, or of what merges
+    patches, and by name what nodes have put onto parts of the network, `in_place`."""
+
+    replaced: list[Replaced] = field(default_factory=list)
+    in_place: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def inside(self) -> list[str]:
+        """What is in the network itself, by its names."""
+        return [*(f"{one.name} by {one.by}" for one in self.replaced if not one.merges), *self.in_place]
+
+    @property
+    def couples(self) -> bool:
+        """May some of it see several prompts or images of a batch? What says that it computes each token does not."""
+        inside = [one.code for one in self.replaced if not one.merges]
+        return bool(self.in_place) or not all(map(sees_each_token, inside))
 
 
 def check_loop(replaced: Iterable[Replaced]) -> None:
@@ -39,27 +63,37 @@ def check_code(modules: tuple[str, ...]) -> None:
         raise Unsendable("unsendable.code", name=one.name, code=one.by)
 
 
-def why_replaced(model: ModelPatcher) -> Sentence | None:
-    """Returns what another pack has replaced, if anything, of the code that this MODEL's network runs, or that merges
-    its patches. Workers compute with other code than ComfyUI in places, so that they would not run it alike."""
-    replaced = [*replaced_in_network(model.model.diffusion_model), *(replaced_in(MERGES) if model.patches else ())]
-    return say("unsendable.code", name=replaced[0].name, code=replaced[0].by) if replaced else None
+def replaced_on(model: ModelPatcher) -> list[Replaced]:
+    """Returns what packs have replaced of the code that this MODEL's network runs, or that merges its patches."""
+    network = model.model.diffusion_model
+    native = vars(network).get("network", network)  # of one without weights
+    return replaced_code([native], merging=bool(model.patches), loop=False)
+
+
+def why_native(model: ModelPatcher, request: ParallelRequest) -> Sentence | None:
+    """Says why only ComfyUI's own process can sample this MODEL with what packs have replaced of its code, as workers
+    cannot have that, or would have to split the network; None where workers can."""
+    for one in (replaced := replaced_on(model)):
+        if (reason := one.why_unsendable) is not None:
+            return reason
+    split = max(request.ring_degree, request.ulysses_degree, request.pipeline_degree) > 1
+    inside = next((one for one in replaced if not one.merges), None)
+    return say("unsendable.split", name=inside.name, code=inside.by) if split and inside else None
 
 
 def check_model(model: ModelPatcher, *, of_pack: bool) -> None:
     """Raises Refused for a MODEL of another pack's class, unless workers have it too (`of_pack`), and for methods that
     another pack has put onto it or onto ComfyUI's model around the network."""
-    if not of_pack and is_in_a_pack(type(model)):
-        raise Refused("network.changed", what="the MODEL's class", code=name_in_pack(type(model)))
+    kind = type(model)
+    _check_none([("the MODEL's class", kind)] if is_in_a_pack(kind) and not of_pack else ())
     for owner in (model, model.model):
-        for what, code in _methods_on(owner, type(owner).__name__):
-            raise Refused("network.changed", what=what, code=code)
+        _check_none((f"{type(owner).__name__}.{name}", code) for name, code in _methods_on(owner, type(owner)))
 
 
-def check_layers(network: nn.Module) -> None:
-    """Raises Refused for a layer of another pack's class."""
-    for name, code in foreign_layers(network):
-        raise Refused("network.changed", what=name, code=code)
+def check_layers(network: nn.Module, code: CodeForGood) -> None:
+    """Raises Refused for a layer of another pack's class, but for one in this code."""
+    known = [*(one.code for one in code.replaced), *code.in_place.values()]
+    _check_none((name, kind) for name, kind in foreign_layers(network) if not any(kind is one for one in known))
 
 
 def layers_of_packs(network: nn.Module) -> list[str]:
@@ -81,49 +115,74 @@ def _patched_now(network: nn.Module) -> set[str]:
 
 def check_network(network: nn.Module) -> None:
     """Raises Refused for what `changes_of` yields."""
-    for name, code in changes_of(network):
-        raise Refused("network.changed", what=name, code=code)
+    _check_none(changes_of(network))
 
 
 def check_module(module: nn.Module, name: str) -> None:
     """Raises Refused for a method or hook on this module itself, without its children."""
-    for what, code in _changes_on(module, name):
-        raise Refused("network.changed", what=what, code=code)
+    _check_none([(f"{name}.{method}", code) for method, code in _methods_on(module, type(module))])
+    _check_none(_hooks_on(module, name))
 
 
-def foreign_layers(network: nn.Module) -> Iterator[tuple[str, str]]:
+def check_hooks(network: nn.Module) -> None:
+    """Raises Refused for a hook of another pack on the network or a part of it."""
+    for name, module in network.named_modules():
+        _check_none(_hooks_on(module, name or type(network).__name__))
+
+
+def _check_none(changes: Changes) -> None:
+    for what, code in changes:
+        raise Refused("network.changed", what=what, code=name_in_pack(code))
+
+
+def foreign_layers(network: nn.Module) -> Changes:
     """Yields the layers of other packs' classes, each with its class."""
     patched = _patched_now(network)
     for name, module in network.named_modules():
-        if is_in_a_pack(type(module)) and name not in patched:
-            yield name or "the network", name_in_pack(type(module))
+        if is_in_a_pack(type(module)) and not patched & {name, f"{name}.__class__"}:
+            yield name or "the network", type(module)
 
 
-def changes_of(network: nn.Module) -> Iterator[tuple[str, str]]:
+def changes_of(network: nn.Module) -> Changes:
     """Yields methods and hooks that the network's own class does not have, and what packs have replaced of the code of
-    all networks, each with that pack's name for it. Takes 2 us for each module."""
+    all networks, each with that code. Takes 2 us for each module."""
     patched = _patched_now(network)
-    for name, module in network.named_modules():
-        if name not in patched:
-            yield from _changes_on(module, name or type(network).__name__, patched)
-    yield from ((one.name, one.by) for one in replaced_in_network(network))
+    for path, module in network.named_modules():
+        if path in patched:
+            continue
+        name = path or type(network).__name__
+        for method, code in _methods_on(module, type(module)):
+            if f"{name}.{method}" not in patched:
+                yield f"{name}.{method}", code
+        yield from _hooks_on(module, name)
+    yield from ((one.name, one.code) for one in replaced_in_network(network))
 
 
-def _changes_on(module: nn.Module, name: str, patched: Collection[str] = ()) -> Iterator[tuple[str, str]]:
-    yield from _methods_on(module, name, patched)
-    for hook in (hook for hooks in HOOKS for hook in vars(module)[hooks].values()):
-        if _is_foreign(hook):
-            yield f"a hook on {name}", name_in_pack(hook)
+def _hooks_on(module: nn.Module, name: str) -> Changes:
+    hooks = (hook for hooks in HOOKS for hook in vars(module)[hooks].values())
+    yield from ((f"a hook on {name}", hook) for hook in hooks if _is_foreign(hook))
 
 
-def _methods_on(owner: object, name: str, patched: Collection[str] = ()) -> Iterator[tuple[str, str]]:
-    """Yields methods of an object that its class does not have, but for those in `patched`."""
-    kind: Any = type(owner)
+def code_on(owner: object, kind: type | None = None) -> dict[str, Any]:
+    """Returns by name the methods of an object that its class, or this one, does not have, and other functions and
+    objects of packs that are its attributes."""
+    values: dict[str, Any] = vars(owner)
+    packs = {name: one for name, one in values.items() if _may_be_code(one.__class__) and is_in_a_pack(one)}
+    return packs | dict(_methods_on(owner, kind or type(owner)))
+
+
+@functools.cache
+def _may_be_code(kind: type) -> bool:
+    return issubclass(kind, FunctionType | MethodType | functools.partial) or is_in_a_pack(kind)
+
+
+def _methods_on(owner: object, kind: Any) -> Changes:
+    """Yields methods of an object that this class of it does not have."""
     for method in vars(owner).keys() & _methods(kind):
         value = vars(owner)[method]
         put_back = value == MethodType(getattr(kind, method), owner)  # the class's own, by ComfyUI as it unpatched
-        if _is_foreign(value) and not put_back and f"{name}.{method}" not in patched:
-            yield f"{name}.{method}", name_in_pack(value)
+        if (_is_foreign(value) or is_in_a_pack(kind)) and not put_back:
+            yield method, value
 
 
 @functools.cache

@@ -39,7 +39,6 @@ from ...parallel_runtime.loading.code_names import Unsendable, is_comfyui, is_of
 from ...parallel_runtime.loading.fingerprint import stat_file
 from ...parallel_runtime.loading.mapped import Mapped, has_dynamic_vram, load_mapped
 from ...parallel_runtime.loading.object_codec import Describer
-from ...parallel_runtime.loading.replaced_code import MERGES
 from ...parallel_runtime.planning.network_stats import NetworkStats, Work
 from ...parallel_runtime.planning.request_checks import check_run_in_patches
 from ...parallel_runtime.planning.run_plan import PlanInputs
@@ -47,10 +46,10 @@ from ...parallel_runtime.request import ParallelRequest
 from ...parallel_runtime.specs import ModelSpec, SourceFile
 from . import model_patches
 from .batch_coupling import is_batch_coupled, network_couples_images
-from .foreign_code import check_code, check_layers, check_model, check_network, layers_of_packs
+from .foreign_code import CodeForGood, check_hooks, check_layers, check_model, layers_of_packs, replaced_on
 from .host import plan_inputs
 from .model_files import Conds, controls_of, count_residuals, describer, gligens_of, weight_bytes
-from .model_source import changed_attributes, spec_by_node
+from .model_source import changed_attributes, code_in_place, spec_by_node
 from .vae import encode_bytes
 
 GUIDES = "guide_attention_entries"  # of a condition
@@ -67,9 +66,18 @@ class DescribedModel:
     network: nn.Module
     architecture: Architecture | None
     stats: NetworkStats
+    runs_changed_code: bool  # a part of the network runs code that is not ComfyUI's
     batch_coupled: bool  # something on MODEL sees all prompts and images at once, so no workers may share them out
     recorded: bool = False  # its evaluations may be recorded as CUDA graphs
+    code_for_good: CodeForGood = field(default_factory=CodeForGood)
     partner: DescribedModel | None = None  # the MODEL that a guider evaluates the negative prompt with, if another
+
+    @property
+    def stays_native(self) -> bool:
+        """Has ComfyUI to sample by itself where it has the loop? An evaluation takes no code along that packs have
+        changed for good."""
+        models = [self, *([self.partner] if self.partner else ())]
+        return any(one.code_for_good.replaced or one.code_for_good.in_place for one in models)
 
     def undivided(self, by: str) -> DescribedModel:
         """Returns this MODEL with its network undivided, because `by`, inside its blocks, needs all tokens."""
@@ -129,9 +137,12 @@ class DescribedModel:
             own, weight_bytes=own.weight_bytes + others.weight_bytes, blocks=blocks, loads=(),
             images_coupled=own.images_coupled or others.images_coupled, no_lse=own.no_lse or others.no_lse,
         )  # fmt: skip
-        coupled = self.batch_coupled or other.batch_coupled
         spec = replace(self.spec, partner=other.spec, patches_fingerprint=both)
-        return replace(self, spec=spec, partner=other, stats=stats, batch_coupled=coupled, recorded=False)
+        return replace(
+            self, spec=spec, partner=other, stats=stats, recorded=False,
+            batch_coupled=self.batch_coupled or other.batch_coupled,
+            runs_changed_code=self.runs_changed_code or other.runs_changed_code,
+        )  # fmt: skip
 
     def inputs(
         self, request: ParallelRequest, work: Work | None = None, *, guided: bool = False, batch_coupled: bool = False
@@ -174,20 +185,15 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> DescribedMo
     requested_dtype = dtype if dtype != "auto" else "" if cast is None else str(cast).removeprefix("torch.")
     spec = model_spec(model)
     network = model_patches.native_network(model)
-    check_model(model, of_pack=bool(spec.weights_fingerprint))
-    check_network(network)
-    if spec.weights_fingerprint:  # workers have the pack's layers too
-        attributes, undivided_by = spec.attributes, layers_of_packs(network)
-    else:
-        check_layers(network)
-        attributes, undivided_by = changed_attributes(model, spec.title, partial(_load_again, model)), []
+    attributes, code = _compared(model, spec)
+    undivided_by = [*(layers_of_packs(network) if spec.weights_fingerprint else ()), *code.inside[:1]]
     runtime.first_seen[network] = spec.files
     architecture = architecture_of(network)
     options = model.model_options["transformer_options"]
-    by_rows, replaced = isinstance(architecture, RowArchitecture), model_patches.OVERRIDE in options
+    by_rows, overridden = isinstance(architecture, RowArchitecture), model_patches.OVERRIDE in options
     undivided_by += [] if by_rows else see_all_tokens(options.get("patches", {}))
     undivided_by += padding_modes(network) if attributes else []
-    if replaced and not attends_each_head(options[model_patches.OVERRIDE]):
+    if overridden and not attends_each_head(options[model_patches.OVERRIDE]):
         undivided_by.append(f"the attention {qualified_name(options[model_patches.OVERRIDE])}")
     methods = model_patches.replaced_methods(model)
     whole = [name for name, method in methods.items() if not sees_each_token(method)]
@@ -196,7 +202,7 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> DescribedMo
     if by_rows and compiled is not None:
         undivided_by.append("torch.compile")
     comfyui_dtype = cast or model.model.get_dtype_inference()
-    batch_coupled = bool(methods) or is_batch_coupled(model, model.model_options)
+    batch_coupled = bool(methods) or code.couples or is_batch_coupled(model, model.model_options)
     patch_models = dict.fromkeys(patch.model for patch in model.model_patches_models())
     weight_bytes = sum(map(comfy.model_management.module_size, [network, *patch_models]))
     item_bytes = (comfyui_dtype if dtype == "auto" else getattr(torch, dtype)).itemsize
@@ -216,13 +222,30 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> DescribedMo
         weight_patches=describe_weight_patches(model, patches_describer),
         packs=list(patches_describer.packs),
         code=patches_describer.code,
+        code_for_good=code,
+        runs_changed_code=bool(methods or code.inside),
         network=network,
         architecture=architecture,
         batch_coupled=batch_coupled,
-        recorded=graphs and not (batch_coupled or stats.images_coupled or replaced),
+        recorded=graphs and not (batch_coupled or stats.images_coupled or overridden),
         stats=stats,
     )
     return described.undivided(", ".join(undivided_by)) if undivided_by else described
+
+
+def _compared(model: ModelPatcher, spec: ModelSpec) -> tuple[str, CodeForGood]:
+    """Returns what MODEL's network has, and what its file or node gives has not: plain attributes, in JSON, and code of
+    packs. Raises Refused for all else that differs."""
+    network = model_patches.native_network(model)
+    by_node = bool(spec.weights_fingerprint)  # workers have the pack's layers too
+    check_model(model, of_pack=by_node)
+    check_hooks(network)
+    load_again = partial(_load_again, model)
+    attributes = spec.attributes if by_node else changed_attributes(model, spec.title, load_again)
+    code = CodeForGood(replaced_on(model), code_in_place(model))
+    if not by_node:
+        check_layers(network, code)
+    return attributes, code
 
 
 def model_spec(model: ModelPatcher) -> ModelSpec:
@@ -297,8 +320,6 @@ def describe_weight_patches(model: ModelPatcher, patches_describer: Describer) -
     """Describes weight patches (LoRA, merged models, adapters) by weight. Raises Refused for what cannot be sent."""
     described: dict[str, Any] = {}
     try:
-        if model.patches:
-            check_code(MERGES)
         for key, patches in model.patches.items():
             described[key] = patches_describer.describe(list(patches), f"the LoRA or merge on {key}")
     except Unsendable as unsendable:

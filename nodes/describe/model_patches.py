@@ -19,13 +19,12 @@ from torch import nn
 from ...parallel_runtime.accelerators import KERNELS, ring_backend
 from ...parallel_runtime.architectures.block_patches import attention_called_by
 from ...parallel_runtime.architectures.network_modules import preferred_attentions
-from ...parallel_runtime.errors import Refused, Sentence, quoted, say
+from ...parallel_runtime.errors import Refused, quoted
 from ...parallel_runtime.jobs import Described
 from ...parallel_runtime.loading.code_names import Unsendable, is_comfyui, qualified_name
 from ...parallel_runtime.loading.object_codec import PLAIN, Describer
 from ...parallel_runtime.request import CompileChoice, ParallelRequest
 from ...parallel_runtime.specs import Compilation
-from .foreign_code import changes_of, why_replaced
 from .model_files import describer
 
 # ComfyUI's sampling code makes these model options anew in the worker.
@@ -76,13 +75,6 @@ def native_network(model: ModelPatcher) -> nn.Module:
     """Returns MODEL's network, also while ComfyUI has put a compiled one in its place; of a MODEL without weights the
     network that the workers have."""
     return _uncompiled(native_model(model).model.diffusion_model)
-
-
-def why_changed(model: ModelPatcher) -> Sentence | None:
-    """Returns what has been replaced of this MODEL's network as sampling starts: in place, too, by the node or guider
-    of a pack that samples it."""
-    changed = (say("unsendable.code", name=name, code=code) for name, code in changes_of(native_network(model)))
-    return why_replaced(model) or next(changed, None)
 
 
 def wrappers_of(model: ModelPatcher, options: dict[str, Any], kind: str) -> list[Any]:

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import comfy.ops
 import folder_paths
 import torch
 from comfy.model_base import BaseModel
@@ -36,7 +35,6 @@ from ...parallel_runtime.errors import Refused, quoted
 from ...parallel_runtime.loading.code_names import (
     Unsendable,
     files_of,
-    is_comfyui,
     packs_named,
     qualified_name,
     reference,
@@ -44,24 +42,26 @@ from ...parallel_runtime.loading.code_names import (
 from ...parallel_runtime.loading.fingerprint import sample, stat_file
 from ...parallel_runtime.loading.mapped import Mapped, kept_dtypes, network_fingerprint
 from ...parallel_runtime.loading.object_codec import PLAIN
+from ...parallel_runtime.loading.pack_states import reached, reads
+from ...parallel_runtime.loading.replaced_code import is_in_a_pack, name_in_pack
 from ...parallel_runtime.specs import ModelSpec
-from .model_patches import native_model, native_network
+from .foreign_code import code_on
+from .model_patches import native_model, native_network, without_compiled
+from .network_parts import (
+    CACHED,
+    NETWORK,
+    KnownPart,
+    all_attributes,
+    is_bookkeeping,
+    is_plain,
+    kind_of,
+    named_parts,
+    parts_of,
+    parts_within,
+)
 
-NETWORK, LATENT_FORMAT = "diffusion_model", "latent_format"
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)  # whose modules run because they are there
 WEIGHT_TYPES = (Tensor, nn.Parameter)  # of weights that are compared
-CACHED = "_cached"  # ends the names of what a forward keeps for longer sequences
-
-
-@dataclass(frozen=True, kw_only=True)
-class KnownPart:
-    """A module, or a plain object of ComfyUI's in one: its class, and the names of its attributes, of them those that
-    are plain with their values, and those that are tensors."""
-
-    kind: str
-    names: frozenset[str]
-    values: dict[str, Any]
-    tensors: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -83,11 +83,7 @@ def changed_attributes(model: ModelPatcher, path: str, load: Callable[[], Mapped
     ModelSpec. Raises Refused for weights, modules and other values that are not."""
     model = native_model(model)
     network = native_network(model)
-    loaded, parts = _loaded.get(network) or _load(load), dict(_parts(model.model.latent_format, network))
-    for name, before in model.object_patches_backup.items():  # as it is without the MODEL that ComfyUI has loaded now
-        if isinstance(before, nn.Module):
-            parts = {path: part for path, part in parts.items() if not path.startswith(f"{name}.")}
-            parts |= dict(_parts_within(before, name))
+    loaded, parts = _loaded.get(network) or _load(load), _unpatched_parts(model)
     _check_modules(parts, loaded, path)
     _check_weights(parts, model, loaded, path)
     _loaded[network] = loaded  # not before: the file may have been replaced, and put back later
@@ -97,13 +93,51 @@ def changed_attributes(model: ModelPatcher, path: str, load: Callable[[], Mapped
 def changed_since_made(model: ModelPatcher, made: dict[str, KnownPart], path: str) -> str:
     """Returns as `changed_attributes` what plain attributes are not as `made`, `parts_of` a network as a node put it
     into its model. Workers compare its layers and weights."""
-    parts = dict(_parts(model.model.latent_format, model.model.diffusion_model))
+    parts = dict(named_parts(model.model.latent_format, model.model.diffusion_model))
     before = {}
     for name, part in made.items():
-        if name in parts and _kind_of(parts[name]) == part.kind:
+        if name in parts and kind_of(parts[name]) == part.kind:
             now = vars(parts[name])  # a loader may put a weight where None was
             before[name] = replace(part, values={key: part.values[key] for key in part.values if key in now})
     return _plain_changes(parts, model, before, path)
+
+
+def code_in_place(model: ModelPatcher) -> dict[str, Any]:
+    """Returns by name what nodes have put onto parts of MODEL's network, without object patches: functions, methods and
+    classes of packs, and what else these name of attributes that the parts did not have when they were loaded."""
+    model = native_model(model)
+    parts, loaded = _unpatched_parts(model), known_parts(model)
+    known = {path: part for path, part in loaded.items() if path.startswith(NETWORK) and path in parts}
+    found: dict[str, Any] = {}
+    for path, part in known.items():
+        if is_in_a_pack(kind := type(parts[path])) and kind_of(parts[path]) != part.kind:
+            found[f"{path}.__class__"] = kind
+        on_part = code_on(parts[path], model.object_patches.get(f"{path}.__class__"))
+        found |= {f"{path}.{name}": one for name, one in on_part.items() if name not in part.code}
+    found = {name: one for name, one in found.items() if name not in model.object_patches_backup}
+    code = [*found.values(), *without_compiled(model).values()]
+    is_read = reads(reached(code))
+    for path, part in known.items() if code else ():
+        for name, value in all_attributes(parts[path]).items():
+            if is_read(name) and name not in part.names and not is_bookkeeping(name):
+                found[f"{path}.{name}"] = value
+    return found
+
+
+def _unpatched_parts(model: ModelPatcher) -> dict[str, Any]:
+    """Returns the parts of MODEL's network as they are without the MODEL that ComfyUI has loaded now."""
+    parts = dict(named_parts(model.model.latent_format, native_network(model)))
+    for name, before in model.object_patches_backup.items():
+        if isinstance(before, nn.Module):
+            parts = {path: part for path, part in parts.items() if not path.startswith(f"{name}.")}
+            parts |= dict(parts_within(before, name))
+    return parts
+
+
+def known_parts(model: ModelPatcher) -> dict[str, KnownPart]:
+    """Returns the parts of MODEL's network as they were loaded, once it has been compared with its file or node."""
+    loaded = _loaded.get(native_network(model))
+    return _calls[model.model].made if loaded is None else loaded.parts
 
 
 def _plain_changes(parts: dict[str, Any], model: ModelPatcher, before: dict[str, KnownPart], path: str) -> str:
@@ -121,8 +155,8 @@ def _refuse(name: str, found: str, expected: str, path: str) -> None:
 def _load(load: Callable[[], Mapped]) -> Loaded:
     with torch.random.fork_rng(devices=()), _missing_weights() as missing:
         model = load().model
-    owners = dict(_parts(model.latent_format, model.diffusion_model))
-    parts = {path: _part(owner) for path, owner in owners.items()}
+    owners = dict(named_parts(model.latent_format, model.diffusion_model))
+    parts = parts_of(model.latent_format, model.diffusion_model)
     weights = {name: weight for name, weight in _weights(owners, parts) if name not in missing}
     return Loaded(
         parts=parts,
@@ -151,71 +185,17 @@ def _missing_weights() -> Iterator[set[str]]:
         BaseModel.load_model_weights = load_weights
 
 
-def parts_of(latent_format: Any, network: nn.Module) -> dict[str, KnownPart]:
-    return {path: _part(owner) for path, owner in _parts(latent_format, network)}
-
-
-def _parts(latent_format: Any, network: nn.Module) -> Iterator[tuple[str, Any]]:
-    yield LATENT_FORMAT, latent_format
-    yield from _parts_within(network, NETWORK)
-
-
-def _parts_within(network: nn.Module, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yields all modules of a network, and ComfyUI's own objects that are their attributes."""
-    for path, module in network.named_modules(prefix=prefix):
-        yield path, module
-        values = vars(module)
-        kinds: set[Any] = {*map(type, values.values())}  # a few, which are quicker to look at than all values
-        if own := {*filter(_has_attributes, kinds)}:
-            yield from ((f"{path}.{name}", value) for name, value in values.items() if type(value) in own)
-
-
-@functools.cache
-def _has_attributes(kind: type) -> bool:
-    return is_comfyui(kind) and not issubclass(kind, nn.Module | Tensor) and hasattr(kind, "__dict__")
-
-
-def _part(owner: Any) -> KnownPart:
-    own = {name: value for name, value in vars(owner).items() if not _is_bookkeeping(name)}
-    return KnownPart(
-        kind=_kind_of(owner),
-        names=frozenset(vars(owner)),
-        values={name: value for name, value in own.items() if _is_plain(value)},
-        tensors=tuple(name for name, value in own.items() if isinstance(value, Tensor)),
-    )
-
-
-_class_name: Callable[[type], str] = functools.cache(qualified_name)
-
-
-def _kind_of(owner: Any) -> str:
-    return _class_name(type(owner))
-
-
-def _is_plain(value: Any) -> bool:
-    """Is this a plain value, or a list or the like of such? An empty one may be a cache."""
-    if isinstance(value, list | tuple | set | frozenset):
-        return bool(value) and all(map(_is_plain, value))
-    if isinstance(value, dict):
-        return bool(value) and all(map(_is_plain, (*value, *value.values())))
-    return isinstance(value, PLAIN)
-
-
-@functools.cache
-def _is_bookkeeping(name: str) -> bool:
-    """Is this an attribute that loading or computing sets?"""
-    own = name in vars(comfy.ops.CastWeightBiasOp) or name.startswith(("comfy_", "prev_comfy_"))
-    return own or name == "training" or name.endswith(CACHED)
-
-
 def _check_modules(parts: dict[str, Any], loaded: Loaded, path: str) -> None:
     for name, part in loaded.parts.items():
-        if name not in parts or _kind_of(parts[name]) != part.kind:
-            found = _kind_of(parts[name]) if name in parts else quoted(None)
+        inside = name.rpartition(".")[0]
+        if name not in parts and is_in_a_pack(kind := type(parts.get(inside))):
+            raise Refused("network.changed", what=inside.removeprefix(f"{NETWORK}."), code=name_in_pack(kind))
+        if name not in parts or not (kind_of(parts[name]) == part.kind or is_in_a_pack(type(parts[name]))):
+            found = kind_of(parts[name]) if name in parts else quoted(None)
             _refuse(name, found, part.kind, path)
     for name in parts.keys() - loaded.parts.keys():
         if isinstance(parts.get(name.rpartition(".")[0]), CONTAINERS):
-            _refuse(name, _kind_of(parts[name]), quoted(None), path)
+            _refuse(name, kind_of(parts[name]), quoted(None), path)
 
 
 def _equal(found: Any, value: Any) -> bool:
@@ -233,12 +213,12 @@ def _changed_values(
     for path, part in before.items():
         now = vars(parts[path])
         expected = part.values
-        if more := [name for name in now.keys() - part.names if not _is_bookkeeping(name)]:
+        if more := [name for name in now.keys() - part.names if not is_bookkeeping(name)]:
             of_class = ((name, getattr(type(parts[path]), name, None)) for name in more)
-            expected = expected | {name: one for name, one in of_class if _is_plain(one) and one is not None}
+            expected = expected | {name: one for name, one in of_class if is_plain(one) and one is not None}
         for name, value in expected.items():
             found = now.get(name, Ellipsis)
-            if found is not value and (found is Ellipsis or _is_plain(found)) and not _equal(found, value):
+            if found is not value and (found is Ellipsis or is_plain(found)) and not _equal(found, value):
                 found = model.object_patches_backup.get(f"{path}.{name}", found)
                 if not _equal(found, value):
                     yield f"{path}.{name}", (found, value)

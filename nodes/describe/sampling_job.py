@@ -12,7 +12,7 @@ import comfy.samplers
 from comfy.hooks import EnumHookType
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, WrappersMP
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...parallel_runtime.architectures.split_plan import SplitLike
 from ...parallel_runtime.errors import Refused
@@ -85,12 +85,14 @@ def describe_job(
         check_latent(guider.model_patcher, call.noise)
     kind, attributes = check_guider(guider)
     model, options = guider.model_patcher, guider.model_options
-    check_loop(replaced := replaced_in_loop())
     network, mask, parts = described.network, call.denoise_mask, describer(model)
-    models, merged = [describe_on_model(model, options, parts)], [described]
+    merged, patchers = [described], {model: options}
     if (partner := partner_of(guider)) is not None and described.partner is not None:
-        models.append(describe_on_model(partner, partner.model_options, parts))
         merged.append(described.partner)
+        patchers[partner] = partner.model_options
+    replaced = [*replaced_in_loop(), *(code for one in merged for code in one.code_for_good.replaced)]
+    check_loop(replaced)
+    models = [describe_on_model(*each, parts, one) for each, one in zip(patchers.items(), merged, strict=True)]
     sent = {
         "models": models,
         "conds": describe_conds(guider.conds, parts),
@@ -118,6 +120,7 @@ def describe_job(
         generator_kind=generator_kind(model.load_device),
         weight_patches=[one.weight_patches for one in merged],
         batch_coupled=coupled or is_batch_coupled(model, options) or couples_by_masks(network, mask),
+        runs_changed_code=described.runs_changed_code,
         images_coupled=described.stats.images_coupled or bool(gligens_of(guider.conds)),
         latent_shapes=[list(shape) for shape in call.latent_shapes or ()] if several else None,
         pack_files=files_of(packs),
@@ -181,8 +184,11 @@ def unsendable_partner(guider: comfy.samplers.CFGGuider) -> Unsendable:
     return Unsendable("unsendable.guider", guider=qualified_name(guider), name=name, thing=thing)
 
 
-def describe_on_model(model: ModelPatcher, options: dict[str, Any], describer: Describer) -> list[Any]:
-    """Describes a MODEL's object patches, model options, wrappers and callbacks. Raises Unsendable."""
+def describe_on_model(
+    model: ModelPatcher, options: dict[str, Any], describer: Describer, described: DescribedModel
+) -> list[Any]:
+    """Describes a MODEL's object patches, what nodes have put onto its network, model options, wrappers and callbacks.
+    Raises Unsendable."""
     if "registered_hooks" in options and options["registered_hooks"].get_type(EnumHookType.TransformerOptions):
         raise Unsendable("unsendable.hook")
     for callback in model.get_all_callbacks(CallbacksMP.ON_REGISTER_ALL_HOOK_PATCHES):
@@ -196,7 +202,11 @@ def describe_on_model(model: ModelPatcher, options: dict[str, Any], describer: D
     # ComfyUI detaches this process's clones of a MODEL, whose objects have what the run has left, as they go.
     left_out = (CallbacksMP.ON_DETACH, CallbacksMP.ON_CLONE)
     callbacks = {kind: groups for kind, groups in model.callbacks.items() if kind not in left_out}
-    objects = {"model_sampling": model.get_model_object("model_sampling"), **without_compiled(model)}
+    in_place = described.code_for_good.in_place
+    added = (part for part in in_place.values() if isinstance(part, nn.Module))
+    for module in (module for part in added for module in part.modules()):
+        describer.network_paths.pop(id(module), None)
+    objects = {"model_sampling": model.get_model_object("model_sampling"), **in_place, **without_compiled(model)}
     objects.pop("manual_cast_dtype", None)  # DescribedModel has it
     return [
         describer.describe(objects, "the MODEL"),

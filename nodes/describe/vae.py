@@ -17,6 +17,7 @@ from ...parallel_runtime.explain.plan_report import share_cores
 from ...parallel_runtime.explain.plan_words import Decode, decode_line
 from ...parallel_runtime.loading.code_names import reference
 from ...parallel_runtime.loading.fingerprint import model_fingerprint
+from ...parallel_runtime.loading.replaced_code import name_in_pack
 from ...parallel_runtime.planning.run_plan import DeviceProfile
 from ...parallel_runtime.specs import ModelSpec, Placement
 from .foreign_code import changes_of, foreign_layers
@@ -78,7 +79,7 @@ def _check_as_loaded(vae: comfy.sd.VAE) -> None:
     if vae.patcher.patches or vae.patcher.object_patches:
         raise NotParallel(say("vae.patched"))
     for name, code in (*foreign_layers(vae.first_stage_model), *changes_of(vae.first_stage_model)):
-        raise NotParallel(say("vae.code", what=name, code=code))
+        raise NotParallel(say("vae.code", what=name, code=name_in_pack(code)))
 
 
 def encode_bytes(vae: comfy.sd.VAE, latent: tuple[int, ...]) -> int:

@@ -33,11 +33,11 @@ from ...parallel_runtime.loading.random_states import set_random_states
 from ...parallel_runtime.loading.replaced_code import forget_put_back, note_refused
 from ...parallel_runtime.planning.request_checks import LEAST_STEPS
 from ...parallel_runtime.request import ParallelRequest
-from ..describe.foreign_code import why_replaced
+from ..describe.foreign_code import why_native
 from ..describe.host import announce_refusals, comfy_setup
 from ..describe.model import DescribedModel, describe_model, unwrap_sampler, uses_network
 from ..describe.model_files import controls_of
-from ..describe.model_patches import WRAPPER_KEY, why_changed
+from ..describe.model_patches import WRAPPER_KEY
 from ..describe.sampling_job import (
     FULL_RUN_OPTIONS,
     OuterSample,
@@ -57,7 +57,6 @@ from .remote_model import without_weights
 # Refusals of what a pack's code does to a split network in the middle of a run.
 SEES_ALL_TOKENS = {"network.meanwhile", "blocks.inside", "attention.all_heads", "ring.node"}
 log = logging.getLogger(__name__)
-Why = Callable[[ModelPatcher], Sentence | None]
 
 PREVIEWS = (  # OUTER_SAMPLE wrappers that only show each step, with what workers do not have; KJNodes' are the others
     "comfy_extras.nodes_triposplat.TripoSplatSamplingPreview.execute.<locals>.outer_sample_wrapper",
@@ -74,13 +73,18 @@ def model_on_workers(model: ModelPatcher, request: ParallelRequest) -> ModelPatc
     return _on_workers(model, RemoteSampling(_describe_checked(model, request), request))
 
 
-def _stay_native(models: Iterable[ModelPatcher], request: ParallelRequest, why: Why = why_replaced) -> bool:
+def _stay_native(models: Iterable[ModelPatcher], request: ParallelRequest) -> bool:
     forget_put_back()
-    reason = next(filter(None, map(why, models)), None)
+    reason = next(filter(None, (why_native(model, request) for model in models)), None)
     if reason is not None:
-        _check_stepwise(request, reason)
-        log.warning("[CP] %s", say("run.native", reason=reason))
+        _say_native(request, reason)
     return reason is not None
+
+
+def _say_native(request: ParallelRequest, reason: Sentence) -> None:
+    """Logs why ComfyUI samples by itself. Raises Refused for options that only workers have."""
+    _check_stepwise(request, reason)
+    log.warning("[CP] %s", say("run.native", reason=reason))
 
 
 def _describe_checked(model: ModelPatcher, request: ParallelRequest) -> DescribedModel:
@@ -118,7 +122,7 @@ def guider_on_workers(guider: Any, request: ParallelRequest) -> Any:
         if not is_of_a_pack(type(guider)):  # whose `sample` may change the network first
             sampling = RemoteSampling(with_partner, request)
     except Unsendable as reason:
-        if compared_sampler() is None:
+        if compared_sampler() is None and not any(one.stays_native for one in described.values()):
             for name, model in models.items():
                 setattr(remote, name, _with_remote_network(model, request, reason))
             return remote
@@ -199,7 +203,7 @@ class LateSampling:
 
     def __call__(self, executor: Any, *args: Any, **kwargs: Any) -> Tensor:
         with announce_refusals():
-            if _stay_native(_models_of(executor.class_obj).values(), self.request, why_changed):
+            if _stay_native(_models_of(executor.class_obj).values(), self.request):
                 return executor(*args, **kwargs)
             remote = self._remote_sampling(executor.class_obj)
             return remote(executor, *args, **kwargs)
@@ -247,6 +251,9 @@ class RemoteSampling:
                 raise self.reason
             job, take_back, parts = describe_job(guider, described, call)
         except Unsendable as reason:
+            if described.stays_native:
+                _say_native(self.request, reason.sentence)
+                return natively(call)
             if uses_network(call.sampler):
                 raise Refused("sampler.reaches", sampler=qualified_name(unwrap_sampler(call.sampler))) from None
             return self._sample_in_comfyui(guider, partial(natively, call), reason)

@@ -70,6 +70,7 @@ NAMESPACES = (math, torch, torch.nn.functional)  # modules whose functions in C 
 MODULES = (*NAMESPACES, numpy)
 DICTS = {kind.__name__: kind for kind in (dict, OrderedDict, defaultdict)}
 SETS = {kind.__name__: kind for kind in (set, frozenset)}
+MISSING = object()  # a variable that is gone
 TYPES = {kind.__name__: kind for kind in (bool, int, float, str, list, tuple, dict, set, frozenset, object)}
 _tensor_numbers = itertools.count()  # of this process: tensors of several descriptions may lie in one bundle
 
@@ -348,6 +349,7 @@ KINDS = {  # a value is of the first kind that fits
         lambda value, to: {"class": reference(type(value), to.what), "name": value.name},
         lambda node, make: named(node["class"])[node["name"]],
     ),
+    "missing": Kind(lambda value: value is MISSING, lambda value, to: {}, lambda node, make: MISSING),
     **MODEL_KINDS,
     "name": Kind(
         _is_named, lambda value, to: {"name": reference(value, to.what)}, lambda node, make: named(node["name"])

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from operator import itemgetter
+from types import MethodType
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -117,17 +118,22 @@ class Mapped(ModelPatcher):
         cast(module, name)
         return True
 
-    def _owner(self, key: str) -> tuple[torch.nn.Module, str]:
-        """Returns the module that has this weight, and the weight's name in it."""
+    def _owner(self, key: str) -> tuple[Any, str]:
+        """Returns what has this weight or attribute, mostly a module, and its name there."""
         path, _, name = key.rpartition(".")
-        return self.model.get_submodule(path), name
+        return comfy.utils.get_attr(self.model, path) if path else self.model, name
 
     def _back_up_view(self, key: str, uncast: bool) -> None:
         if uncast:
             self.hook_backup[key] = (self.file_views[key], self.hook_backup[key][1])
 
     def unpatch_model(self, device_to: torch.device | None = None, unpatch_weights: bool = True) -> None:
+        replaced = [*self.object_patches_backup]
         super().unpatch_model(None if unpatch_weights else device_to, unpatch_weights)
+        for owner, name in map(self._owner, replaced):  # a class's method on a layer would hide that of the next class
+            left = getattr(owner, "__dict__", {}).get(name)
+            if isinstance(left, MethodType) and left.__func__ is getattr(type(owner), name, None):
+                delattr(owner, name)
         if unpatch_weights and device_to is not None:
             for name, view in self.file_views.items():
                 comfy.utils.set_attr_param(self.model, name, view)

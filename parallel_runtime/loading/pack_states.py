@@ -15,10 +15,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextvars import ContextVar
 from enum import Enum
-from functools import _lru_cache_wrapper, cache, cached_property, partial
+from functools import _lru_cache_wrapper, cached_property, partial
 from inspect import signature
 from itertools import chain, islice
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy
@@ -30,14 +30,14 @@ from torch import Tensor, nn
 from ..errors import Refused
 from .code_names import attribute, is_comfyui, is_of_a_pack, pack_module, pack_reference, packs_named, qualified_name
 from .fingerprint import code_fingerprint, fingerprint
-from .kinds import attributes_of
+from .kinds import MISSING, attributes_of
+from .names_in_code import code_names, names_set, read_by_computed_names
 
 SENT = bool | int | float | str | torch.Tensor | torch.dtype | torch.device | None
 MOST_ITEMS = 2000  # of a list or dict, with all in it: larger ones are tables that nothing sets
 WRAPPERS = (
     classmethod, staticmethod, MethodType, property, partial, cached_property, _lru_cache_wrapper, KSAMPLER
 )  # fmt: skip
-BY_TEXT = {"__dict__", "attrgetter", "getattr", "globals", "hasattr", "vars"}  # what takes names as strings
 WRAPPED = ("__func__", "__self__", "func", "fget", "__wrapped__", "sampler_function", "extra_options")
 Globals = dict[str, dict[str, Any]]  # by module, as the workers know it: values by name
 PARTS: dict[type, Callable[[Any], list[Any]]] = {
@@ -78,31 +78,41 @@ def variables_of(code: Iterable[FunctionType | type]) -> Iterator[tuple[str, str
     code = [*code]
     functions = [one for one in code if isinstance(one, FunctionType)]
     read = frozenset[str]().union(*(code_names(function.__code__) for function in functions))
+    whole = set[int]().union(*map(_read_whole, functions))
     for function in functions:
         yield from _globals_of(function)
     for one in code:
         if attribute(sys.modules.get(one.__module__), one.__qualname__) is one:
             module = pack_reference(one.__module__) or ""
-            yield from ((module, f"{one.__qualname__}.{name}", vars(one)[name])
-                        for name in read & vars(one).keys() if _is_data(name, vars(one)[name]))  # fmt: skip
+            yield from ((module, f"{one.__qualname__}.{name}", value) for name, value in [*vars(one).items()]
+                        if (name in read or id(one) in whole) and _is_data(name, value))  # fmt: skip
 
 
 def _globals_of(function: FunctionType) -> Iterator[tuple[str, str, Any]]:
-    """Yields the variables of its module, and of modules of packs that it names or imports, and of those in them."""
-    names = code_names(function.__code__)
-    package = function.__globals__.get("__package__") or ""
-    homes = [f"{package.rsplit('.', up)[0]}." for up in range(package.count(".") + 1)]  # of relative imports
-    imported = (sys.modules.get(home + name) for home in ("", *homes) for name in names)
-    todo = [function.__globals__, *(vars(module) for module in imported if isinstance(module, ModuleType))]
+    """Yields the variables of its module, and of modules of packs that it names or imports, and of those in them: those
+    that it names, also where they are gone; all where it computes names of them."""
+    names, whole = code_names(function.__code__), _read_whole(function)
+    todo = [function.__globals__, *map(vars, _imported_by(function))]
     seen = set[int]()
     while todo:
         variables = todo.pop()
         module = None if id(variables) in seen else pack_reference(variables.get("__name__", ""))
         seen.add(id(variables))
         if module is not None:
-            named = {name: variables[name] for name in names & variables.keys()}
-            yield from ((module, name, value) for name, value in named.items())
-            todo += [vars(value) for value in named.values() if isinstance(value, ModuleType)]
+            known = {**dict.fromkeys(names_set(variables["__name__"]), MISSING), **variables}
+            every = id(variables) in whole
+            found = {name: value for name, value in known.items()
+                     if name in names or (every and not name.startswith("__"))}  # fmt: skip
+            yield from ((module, name, value) for name, value in found.items())
+            todo += [vars(found[name]) for name in names & found.keys() if isinstance(found[name], ModuleType)]
+
+
+def _imported_by(function: FunctionType) -> list[ModuleType]:
+    """Returns modules that a function may import itself."""
+    package = function.__globals__.get("__package__") or ""
+    homes = [f"{package.rsplit('.', up)[0]}." for up in range(package.count(".") + 1)]  # of relative imports
+    names = (home + name for home in ("", *homes) for name in code_names(function.__code__))
+    return [module for module in map(sys.modules.get, names) if isinstance(module, ModuleType)]
 
 
 def _is_data(name: str, value: Any) -> bool:
@@ -128,13 +138,18 @@ def set_globals(values: Globals) -> None:
 
 
 def variable(module: str, name: str) -> Any:
-    """Returns a global variable of a pack's module, or an attribute of a class there."""
-    return attribute(pack_module(module), name)
+    """Returns a global variable of a pack's module, or an attribute of a class there; MISSING for none."""
+    owner, _, last = name.rpartition(".")
+    return getattr(variable(module, owner) if owner else pack_module(module), last, MISSING)
 
 
 def set_variable(module: str, name: str, value: Any) -> None:
     owner, _, last = name.rpartition(".")
-    setattr(variable(module, owner) if owner else pack_module(module), last, value)
+    home = variable(module, owner) if owner else pack_module(module)
+    if value is MISSING:
+        vars(home).pop(last, None)
+    else:
+        setattr(home, last, value)
 
 
 def changed_globals(before: Globals) -> Globals:
@@ -183,17 +198,31 @@ def reached(code: Iterable[Any]) -> Iterator[FunctionType | type]:
             todo += [type(value), *getattr(value, "__dict__", {}).values()]
 
 
+def reads(code: Iterable[FunctionType | type]) -> Callable[[str], bool]:
+    """Returns whether a function among this code may read an attribute of a name: one of those in it, or any where it
+    computes names."""
+    codes = [one.__code__ for one in code if isinstance(one, FunctionType)]
+    names, computes = frozenset[str]().union(*map(code_names, codes)), any(map(read_by_computed_names, codes))
+    return lambda name: computes or name in names
+
+
+def _read_whole(function: FunctionType) -> set[int]:
+    """Returns the ids of the variables of modules, and of classes, that a function reads by names that it computes."""
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    closed = {name: cell.cell_contents for name, cell in cells.items() if cell != CellType()}
+    imported = {module.__name__.rpartition(".")[2]: module for module in _imported_by(function)}
+    variables, found = {**imported, **function.__globals__, **closed}, set()
+    for owner in read_by_computed_names(function.__code__):
+        first, _, path = owner.partition(".")
+        value = variables.get(first)
+        value = attribute(value, path) if path else value
+        found.add(id(vars(value) if isinstance(value, ModuleType) else value if owner else function.__globals__))
+    return found
+
+
 def _closure_values(function: FunctionType) -> list[Any]:
     """Returns the variables of the function around it that a function uses, but for those not assigned yet."""
     return [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
-
-
-@cache
-def code_names(code: CodeType) -> frozenset[str]:
-    """Returns the names of global variables and attributes in this code and in functions that it defines."""
-    inner = (code_names(part) for part in code.co_consts if isinstance(part, CodeType))
-    texts = code.co_consts if BY_TEXT.intersection(code.co_names) else ()
-    return frozenset(code.co_names).union(*inner, (text for text in texts if isinstance(text, str)))
 
 
 def _items(value: Any) -> float:

@@ -9,6 +9,7 @@ import functools
 import inspect
 import itertools
 import os
+import pkgutil
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -18,6 +19,7 @@ from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import comfy.ldm.modules.attention
+import comfy.ops
 import torch
 from torch import nn
 
@@ -33,11 +35,12 @@ from .code_names import (
     unusable,
 )
 from .fingerprint import code_fingerprint, fingerprint
+from .pack_states import state
 
 CUSTOM_NODES = f"{os.sep}custom_nodes{os.sep}"
 OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 OWNERS = ("comfy", "comfy_extras", "torch")  # packages whose code workers have
-NETWORKS = ("comfy.ldm.", "comfy.ops")  # modules whose code is in networks
+NETWORKS = ("comfy.ldm.", "comfy.ops", "comfy.quant_ops", "comfy.rmsnorm")  # modules whose code is in networks
 LOOP = (  # modules, and packages, whose code the workers run around the network
     "comfy.conds", "comfy.context_windows", "comfy.extra_samplers.", "comfy.hooks", "comfy.k_diffusion.",
     "comfy.latent_formats", "comfy.model_base", "comfy.model_sampling", "comfy.patcher_extension",
@@ -61,6 +64,11 @@ class Replaced:
     @property
     def by(self) -> str:
         return name_in_pack(self.code)
+
+    @property
+    def merges(self) -> bool:
+        """Does it merge patches into weights?"""
+        return self.name.startswith(MERGES)
 
     @functools.cached_property
     def packs(self) -> list[str]:
@@ -109,10 +117,12 @@ def note_refused(names: Iterable[str], replaced: dict[str, list[str]], error: Re
 
 def forget_put_back() -> None:
     """Has packs tried again that workers have refused, once other code is replaced here than then."""
-    now = {one.name: [one.fingerprint, *one.packs] for one in replaced_in_loop()} if refused_with else {}
-    for pack in [pack for pack, then in refused_with.items() if then != now]:
-        del refused_with[pack]
-        unusable.pop(pack, None)
+    now = {one.name: one for one in replaced_in_loop()} if refused_with else {}
+    for pack, then in [*refused_with.items()]:
+        found = now | {name: Replaced(name, pkgutil.resolve_name(name)) for name in then.keys() - now.keys()}
+        if {name: [one.fingerprint, *one.packs] for name, one in found.items()} != then:
+            del refused_with[pack]
+            unusable.pop(pack, None)
 
 
 def replaced_in_loop() -> list[Replaced]:
@@ -137,6 +147,8 @@ def replaced_in_network(network: nn.Module) -> Iterator[Replaced]:
         yield from _replaced_methods(base)
     modules = [*_modules_of(kinds)]
     yield from _replaced(modules, classes=False)
+    for kind in (kind for kind in vars(comfy.ops).values() if isinstance(kind, type)):  # which have layers in them
+        yield from _replaced_methods(kind)
     for module, name in itertools.product(modules, ATTENTION):
         attention = _value(module, name) or CHOSEN_ATTENTION
         if is_comfyui(attention) and attention is not CHOSEN_ATTENTION:
@@ -174,7 +186,7 @@ def _parts(value: Any, seen: set[int]) -> Iterator[tuple[str, str]]:
     elif isinstance(value, ModuleType):
         yield "", value.__name__
     else:
-        yield _module(value), type(value).__qualname__
+        yield _module(value), f"{type(value).__qualname__} {state(value) if is_in_a_pack(type(value)) else ''}"
         inside += (getattr(value, name, None) for name in ("__func__", "func", "args", "keywords"))
     for part in inside:
         yield from _parts(part, seen)
@@ -335,14 +347,16 @@ def _parameters(function: FunctionType) -> list[inspect.Parameter]:
 
 
 def _file(value: Any) -> str:
+    """Returns the file of a function, of the one that a decorator of torch's or ComfyUI's has around it, or of a class,
+    also an object's."""
     if not isinstance(value, FunctionType):
         value = getattr(value, "__func__", value)  # of a static method or class method
         value = getattr(value, "func", value)  # of functools.partial
     if isinstance(value, FunctionType):
-        return value.__code__.co_filename
-    if isinstance(value, type):
-        return getattr(sys.modules.get(value.__module__), "__file__", None) or ""
-    return ""
+        file, inner = value.__code__.co_filename, getattr(value, "__wrapped__", None)
+        return file if inner is None or CUSTOM_NODES in file or file.startswith(OURS) else _file(inner)
+    kind = value if isinstance(value, type) else type(value)
+    return getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
 
 
 def name_in_pack(value: Any) -> str:

@@ -105,7 +105,8 @@ def more(original):
     return replaced
 """
 KEEPING = """
-import types
+import functools, types
+import comfy.samplers, torch
 
 COUNT, SEEN, STORE = 0, [], types.SimpleNamespace(last=None, on=False)
 
@@ -126,6 +127,15 @@ def a_list(conds, x, timestep):
 def an_attribute(conds, x, timestep):
     STORE.last = x
     return x
+
+@functools.wraps(comfy.samplers.get_area_and_mult)
+def under_comfyuis_name(conds, x, timestep):
+    SEEN.append(x)
+    return x
+
+@torch.no_grad()
+def decorated(conds, x, timestep):
+    return a_list(conds, x, timestep)
 
 def by_another(conds, x, timestep):
     return an_attribute(conds, x, timestep)
@@ -186,29 +196,47 @@ def passed_on(rank: int, world: int, folder: str) -> dict[str, bool]:
     original, found = layers.apply_mod, {}
     for name in ("keeping", "around", "doubling", "defaulting", "changing", "more"):
         with _replaced(layers, "apply_mod", vars(pack)[name](original)):
-            found[name] = foreign.why_replaced(model) is None
+            found[name] = not foreign.replaced_on(model)
     with _replaced(layers, "apply_mod", pack.around(pack.keeping(original))):
-        found["twice"] = foreign.why_replaced(model) is None
+        found["twice"] = not foreign.replaced_on(model)
     with _replaced(layers, "apply_mod", pack.around(a_pack.around(original))):
-        found["around a change"] = foreign.why_replaced(model) is None
+        found["around a change"] = not foreign.replaced_on(model)
     with _replaced(layers, "apply_mod", pack.keeping(layers.attention)):
-        found["to another"] = foreign.why_replaced(model) is None
+        found["to another"] = not foreign.replaced_on(model)
     changed = pack.around(original)
     file.write_text(PASSING.replace("return original(*args, **kwargs)", "return original(*args)"), encoding="utf-8")
     replacing._definition.cache_clear()
     with _replaced(layers, "apply_mod", changed):
-        found["of a file that has changed"] = foreign.why_replaced(model) is None
+        found["of a file that has changed"] = not foreign.replaced_on(model)
     return found
 
 
 def kept_between_evaluations(rank: int, world: int) -> list[str]:
     """The functions of a pack, each in place of one that is called for each prompt, that keep something."""
     pack = _pack_of("/somewhere/custom_nodes/keeping/nodes.py", KEEPING)
-    names = ("nothing", "a_variable", "a_list", "an_attribute", "by_another", "a_cell")
+    names = (
+        "nothing",
+        "a_variable",
+        "a_list",
+        "an_attribute",
+        "under_comfyuis_name",
+        "decorated",
+        "by_another",
+        "a_cell",
+    )
     folder_paths.add_model_folder_path("custom_nodes", "/somewhere/custom_nodes")
     packs._pack_of.cache_clear()
     each = {name: replacing.Replaced("comfy.samplers.get_area_and_mult", vars(pack)[name]) for name in names}
     return [name for name, one in each.items() if coupling.couples_evaluations(one)]
+
+
+def coupled_by_replaced_code(rank: int, world: int) -> list[bool]:
+    """Do prompts and images stay together where a pack has replaced a method of layers; and where its function says
+    that it computes each token?"""
+    plain, declared = (a_pack.around(torch.nn.SiLU.forward) for _ in range(2))
+    declared.context_parallel = "each token"
+    each = (replacing.Replaced("torch.nn.modules.activation.SiLU.forward", one) for one in (plain, declared))
+    return [foreign.CodeForGood([one]).couples for one in each]
 
 
 def attention_set_before_us(rank: int, world: int) -> bool:

@@ -501,13 +501,17 @@ def test_a_replacement_that_only_passes_on_to_the_original_replaces_nothing(alon
     assert len(found) == 10
 
 
+def test_prompts_and_images_stay_together_where_replaced_code_may_see_several(alone: Group) -> None:
+    assert alone.run(f"{REPLACED}coupled_by_replaced_code") == [[True, False]]
+
+
 def test_attention_that_a_pack_has_set_before_we_are_imported_is_not_taken_for_comfyuis_choice(alone: Group) -> None:
     assert alone.run(f"{REPLACED}attention_set_before_us") == [True]
 
 
 def test_replaced_code_that_keeps_nothing_between_evaluations_lets_prompts_be_shared_out(alone: Group) -> None:
     (kept,) = alone.run(f"{REPLACED}kept_between_evaluations")
-    assert kept == ["a_variable", "a_list", "an_attribute", "by_another", "a_cell"]
+    assert kept == ["a_variable", "a_list", "an_attribute", "under_comfyuis_name", "decorated", "by_another", "a_cell"]
 
 
 @pytest.mark.parametrize("unloaded", [False, True])

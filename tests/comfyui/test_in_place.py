@@ -33,10 +33,12 @@ def own_file(server: Server, source: str) -> str:
     return name
 
 
-def graph(file: str, kind: str, parallel: Parallel | None, *, unet: bool = False) -> Graph:
-    """Samples the MODEL of a file after this change in place; "" for none."""
+def graph(
+    file: str, kind: str, parallel: Parallel | None, *, unet: bool = False, by: str = "CPTestTampered", job: Job = FLUX
+) -> Graph:
+    """Samples the MODEL of a file after this change in place, by a node; "" for none."""
     made = sampling_graph(
-        replace(FLUX, latent_seed=4) if unet else FLUX, "CPSampler" if parallel else "KSampler", parallel
+        replace(FLUX, latent_seed=4) if unet else job, "CPSampler" if parallel else "KSampler", parallel
     )
     made["model"]["inputs"]["unet_name"] = file
     if unet:
@@ -44,7 +46,7 @@ def graph(file: str, kind: str, parallel: Parallel | None, *, unet: bool = False
             made[text]["inputs"]["spec"] = json.dumps({"tokens": tokens, **text_of_unet("unet")})
         made["latent"]["inputs"]["shape"] = "1,4,24,32"
     if kind:
-        made["changed"] = node("CPTestTampered", model=link("model"), kind=kind)
+        made["changed"] = node(by, model=link("model"), kind=kind)
         made["sampler"]["inputs"]["model"] = link("changed")
     return made
 
@@ -148,3 +150,40 @@ def test_a_model_that_ksampler_has_put_a_lora_on_is_the_files_still(server: Serv
     assert apart(got, want) <= 1e-4
     server.client.run(with_loras(graph(file, "", None), loras))
     assert torch.equal(latent_of(server.client.run(graph(file, "", RING_2))), got)
+
+
+FILES = {"FLUX": "flux_dev.safetensors", "SDXL": "unets/unet.safetensors", "Wan": "wan_t2v.safetensors"}
+CODE = ("method", "partial", "closure", "all_blocks", "attributes", "class", "other_attribute")
+OBJECT_PATCHES = ("object patch: class", "object patch: function")
+
+
+def code_graph(file: str, kind: str, parallel: Parallel | None, network: str) -> Graph:
+    job = replace(FLUX, family="wan_t2v") if network == "Wan" else FLUX
+    return graph(file, kind, parallel, unet=network == "SDXL", by="CPTestInPlace", job=job)
+
+
+@pytest.mark.sweep(one_in=3)
+@pytest.mark.parametrize("network", list(FILES))
+@pytest.mark.parametrize("kind", [*CODE, *OBJECT_PATCHES])
+def test_code_of_a_pack_that_a_node_puts_onto_a_network_for_good_runs_in_the_workers(
+    unets: Server, kind: str, network: str
+) -> None:
+    file, two = own_file(unets, FILES[network]), Parallel(devices="cpu,cpu", cfg_degree=2)
+    plain = latent_of(unets.client.run(code_graph(file, "nothing", two, network)))
+    want, since = latent_of(unets.client.run(code_graph(file, kind, None, network))), unets.log_size()
+    got = latent_of(unets.client.run(code_graph(file, kind, two, network)))
+    print(f"APART {apart(got, want):.1e}")
+    assert apart(got, want) <= BAR
+    assert apart(got, plain) > 100 * BAR, "it does something"
+    assert "on 2 worker(s): sampled in" in unets.log(since)
+    if kind in OBJECT_PATCHES:
+        assert apart(latent_of(unets.client.run(code_graph(file, "nothing", two, network))), plain) <= BAR
+
+
+def test_code_on_a_network_that_cannot_be_sent_is_sampled_by_comfyui_by_name(unets: Server) -> None:
+    file, two = own_file(unets, FILES["FLUX"]), Parallel(devices="cpu,cpu")
+    want, since = latent_of(unets.client.run(code_graph(file, "unsendable", None, "FLUX"))), unets.log_size()
+    assert apart(latent_of(unets.client.run(code_graph(file, "unsendable", two, "FLUX"))), want) <= BAR
+    log = unets.log(since)
+    assert re.search(r"runs this MODEL in ComfyUI's process.*_unsendable\.\S*forward contains a _thread\.lock", log)
+    assert "worker(s): sampled in" not in log

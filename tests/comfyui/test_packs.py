@@ -120,6 +120,8 @@ def test_code_of_every_kind_runs_in_the_workers_of_a_split_network(
         "lazily_imported",
         "in_a_module",
         "named_by_text",
+        "by_a_computed_name",
+        "deleted",
         "on_a_function",
     ],
 )

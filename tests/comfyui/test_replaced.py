@@ -17,12 +17,13 @@ from .latents import apart, latent_of
 from .nodes_benches import benches, write_benches
 from .nodes_graphs import Trial
 from .server import Server, running_server
-from .test_foreign import BAR, FLUX, Picture, on_the_model, plain, with_the_sampler
+from .test_foreign import BAR, FLUX, WAN, Picture, on_the_model, plain, with_the_sampler
 from .test_kin import link, node
-from .test_packs import AUTO, SPLIT, unchanged
+from .test_packs import AUTO, SPLIT, code_on_a_unet, unchanged
 from .test_unet_nodes import ODD
 
 RIG = Path(__file__).absolute().parent / "rig_replacing"
+INSIDE = RIG.with_name("rig_inside")
 MENDED = """
 import os, sys
 import comfy.options
@@ -56,6 +57,15 @@ def replacing(comfy: ComfyInstall, tmp_path_factory: pytest.TempPathFactory) -> 
     (mended / "__init__.py").write_text(MENDED, encoding="utf-8")
     (mended / "broken").touch()
     with running_server(comfy, packs=(*packs, mended)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def inside(comfy: ComfyInstall, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with a pack that replaces code inside networks as it is imported."""
+    pack = tmp_path_factory.mktemp("packs") / "cp_inside"
+    pack.symlink_to(INSIDE)
+    with running_server(comfy, packs=(pack,)) as server:
         yield server
 
 
@@ -100,10 +110,69 @@ def test_code_that_packs_put_in_place_of_comfyuis_loop_reads_the_global_variable
         assert "on 2 worker(s): sampled in" in check(replacing, on_the_model("CPTest cp_replacing", what=what))
 
 
-def test_a_network_whose_code_is_replaced_is_sampled_by_comfyui_by_name(replacing: Server) -> None:
-    log = check(replacing, on_a_unet(replacing), AUTO)
+def test_a_network_whose_code_is_replaced_is_sampled_by_comfyui_by_name_where_it_was_to_be_split(
+    replacing: Server,
+) -> None:
+    """Who merely has such a pack is not refused every run."""
+    log = check(replacing, on_a_unet(replacing))
     assert "another pack has replaced torch.nn.modules.normalization.GroupNorm.forward" in log
+    assert "would split it; set them to 0" in log
     assert "worker(s): sampled in" not in log
+    assert "worker(s): sampled in" in check(replacing, on_a_unet(replacing), AUTO)
+
+
+def test_code_inside_a_network_that_a_node_replaces_in_comfyuis_process_alone_is_sampled_there_by_name(
+    inside: Server,
+) -> None:
+    """Workers have ComfyUI's, until the node has put it back."""
+    for attempt in ("on the workers first", "here at once"):
+        try:
+            log = check(inside, replaced_inside(inside, "layer norm", "Wan"), AUTO)
+        finally:
+            inside.client.run(replaced_inside(inside, "nothing", "Wan")(None))
+        assert "cp_inside has not replaced torch.nn.modules.normalization.LayerNorm.forward alike" in log, attempt
+        assert log.count("runs this MODEL in ComfyUI's process") == 1, attempt
+    assert "worker(s): sampled in" in check(inside, replaced_inside(inside, "nothing", "Wan"), AUTO)
+
+
+PROMPTS = Parallel(devices="cpu,cpu", cfg_degree=2)
+
+
+def replaced_inside(server: Server, kind: str, network: str) -> Picture:
+    if network == "SDXL":
+        return code_on_a_unet(server, kind, "CPTest cp_inside")
+    return on_the_model("CPTest cp_inside", job=WAN if network == "Wan" else FLUX, kind=kind)
+
+
+def test_cp_plan_names_the_code_that_keeps_a_network_undivided_or_in_comfyui(inside: Server) -> None:
+    for parallel, says in ((AUTO, "with"), (SPLIT, "would split it; set them to 0")):
+        graph = unchanged(parallel)
+        del graph["save"]
+        sampler = graph.pop("sampler")["inputs"]
+        sockets = {name: sampler[name] for name in ("model", "latent_image", "positive", "cp_config")}
+        graph["plan"] = node("CPPlan", **sockets, cfg=2.0)
+        (text,) = inside.client.run(graph).outputs["plan"]["text"]
+        assert says in text
+        assert "by cp_inside" in text or "(cp_inside" in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "network"),
+    [
+        ("group norm", "SDXL"), ("decorated", "SDXL"), ("attention", "SDXL"), ("sdpa", "FLUX"), ("attention", "FLUX"),
+        ("linear", "FLUX"), ("block", "FLUX"), ("object", "FLUX"), ("class", "FLUX"), ("area", "FLUX"),
+        ("wan block", "Wan"), ("attention", "Wan"), ("linear", "Wan"),
+    ],
+)  # fmt: skip
+def test_code_inside_a_network_that_a_pack_replaces_as_it_is_imported_runs_in_the_workers(
+    inside: Server, kind: str, network: str
+) -> None:
+    picture, nothing = (replaced_inside(inside, each, network) for each in (kind, "nothing"))
+    log = check(inside, picture, PROMPTS)
+    assert "on 2 worker(s): sampled in" in log
+    assert "undivided" not in log
+    plain = latent_of(inside.client.run(nothing(PROMPTS)))
+    assert apart(plain, latent_of(inside.client.run(picture(PROMPTS)))) > 100 * BAR
 
 
 def test_workers_that_are_restarted_try_a_pack_again_whose_import_has_failed(replacing: Server) -> None:

@@ -26,10 +26,10 @@ from ...engine.comm.ranks import rank
 from ...engine.graph_runner import Unrecordable
 from ...engine.prefetch import RankPlacement
 from ...errors import Refused
-from ...jobs import Described, Job
+from ...jobs import Described, Job, SamplingJob
 from ...loading.code_names import asked, import_pack, named, packs_named, qualified_name
 from ...loading.mapped import load_mapped, load_same, network_fingerprint
-from ...loading.object_codec import rebuild
+from ...loading.object_codec import PLAIN, rebuild
 from ...loading.replaced_code import check_replaced, replaced_code
 from ...specs import Compilation, ModelSpec, Parallelism
 from ..models import Model
@@ -158,9 +158,11 @@ class ComfyModel(Model):
             reset(self.network.prefix_cache_enabled)
 
     def replaced_attributes(self) -> Hashable:
-        """Returns the plain values with which nodes have replaced attributes of the network."""
+        """Returns the plain values with which nodes have replaced attributes of the network. With code in it nothing is
+        recorded."""
         patches = getattr(self.patcher.model.current_patcher, "object_patches", {})
-        inside_network = ((name, value) for name, value in patches.items() if name.startswith("diffusion_model."))
+        plain = ((name, value) for name, value in patches.items() if isinstance(value, PLAIN))
+        inside_network = ((name, value) for name, value in plain if name.startswith("diffusion_model."))
         return tuple((name, type(value), value) for name, value in sorted(inside_network, key=itemgetter(0)))
 
     def unrecordable_reason(self) -> str:
@@ -255,9 +257,11 @@ def import_loader(spec: ModelSpec) -> None:
 
 
 def load(
-    additional: AdditionalModels, spec: ModelSpec, device: torch.device, on_progress: Callable[[float], None], _: Job
+    additional: AdditionalModels, spec: ModelSpec, device: torch.device, on_progress: Callable[[float], None], job: Job
 ) -> ComfyModel:
     """Loads the model, and that of the negative prompt. Raises Refused where this rank cannot. Collective."""
+    if isinstance(job, SamplingJob):
+        import_packs(job.packs, job.pack_files)  # they may have replaced classes of layers
     for one in (spec, spec.partner):
         if one is not None:
             import_loader(one)

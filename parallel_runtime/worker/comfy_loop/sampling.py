@@ -93,7 +93,8 @@ def run(model: ComfyModel, job: SamplingJob, progress: Progress) -> dict[str, An
     in_patches = with_pipefusion(pipefusion, patcher, job.sigmas, warmup_steps) if pipefusion else nullcontext()
     # Behind all that is loaded and made for the run, which may draw numbers too.
     set_random_states(job.random_states, model.device)
-    with with_step_cache(model, patcher) as cache, in_patches, patcher.state_dict_of_file(), noise:
+    changed = _running_changed_code(model, patchers) if job.runs_changed_code else nullcontext()
+    with changed, with_step_cache(model, patcher) as cache, in_patches, patcher.state_dict_of_file(), noise:
         if unchanged is not None:
             unchanged.begin()  # with what a step cache has put onto the blocks
         samples = _sample(job, guider, made["sampler"], on_step)

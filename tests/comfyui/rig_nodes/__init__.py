@@ -9,6 +9,7 @@ from .compiled import Compile
 from .foreign import ForeignGuider, ForeignSampler
 from .fun_control import H3Control
 from .graph_ends import Conditioning, Latent, SaveLatent, Wait
+from .in_place import NODES as IN_PLACE
 from .loops import Loop
 from .odd_conditions import OddCondition
 from .one_ulp import OneUlp
@@ -36,7 +37,7 @@ class TestNodes(ComfyExtension):
             Tampered,
             H3Control,
         ]
-        return [*ends, *pictures, *foreign, *PACK_CODE, *PACK_LOADERS, *TINY_MODELS, *SHAPES, *TEXT_ENCODERS]
+        return [*ends, *pictures, *foreign, *PACK_CODE, *IN_PLACE, *PACK_LOADERS, *TINY_MODELS, *SHAPES, *TEXT_ENCODERS]
 
 
 async def comfy_entrypoint() -> ComfyExtension:

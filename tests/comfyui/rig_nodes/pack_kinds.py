@@ -373,6 +373,8 @@ ON_MODEL: dict[str, Callable[[ModelPatcher], None]] = {
     "lazily_imported": _changed_by(_lazily_imported, lambda: states.LAZY.update(gain=0.9)),
     "in_a_module": _changed_by(_in_a_module, lambda: states.DEEP.update(gain=0.9)),
     "named_by_text": _changed_by(_named_by_text, lambda: TEXT.update(gain=0.9)),
+    "by_a_computed_name": _changed_by(states.level, lambda: setattr(states, "LEVEL_HIGH", 0.9)),
+    "deleted": _changed_by(states.gone, lambda: vars(states).pop("GONE", None)),
     "on_a_function": _changed_by(_on_a_function, lambda: setattr(_on_a_function, "gain", 0.9)),
     "in_the_context": _changed_by(_in_the_context, lambda: CONTEXT.set(0.9)),
     **{f"{kind} wrapper": _wrapper_of(kind) for kind in (
