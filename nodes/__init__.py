@@ -12,6 +12,7 @@ from ..parallel_runtime.loading.mapped import note_missing
 from .classes import cp_loaders, cp_plan, cp_sampler, cp_vae_and_clip
 from .describe.model_files import note_files
 from .describe.model_source import note_loaders
+from .remote.upcoming_prompts import note_executions
 from .server.routes import add_routes, start_publishing, untested
 from .server.settings import on_prompt, start_with_comfyui
 
@@ -25,6 +26,7 @@ class ContextParallelExtension(ComfyExtension):
         note_files()
         note_missing()
         note_loaders()
+        note_executions()
         PromptServer.instance.add_on_prompt_handler(on_prompt)
         add_routes()
         start_publishing()

@@ -23,6 +23,7 @@ from typing import Any, Literal
 ENGLISH = Path(__file__).parents[1] / "locales" / "en" / "main.json"
 SECTIONS = ("cpReport", "cpRefusals", "cpDeaths", "cpDeveloper")
 QUOTED_CHARACTERS = 80
+BAD_INPUT = (AttributeError, LookupError, TypeError, ValueError)  # raised for tokens of another text encoder
 SENTENCES: Mapping[str, str] = {
     code: sentence
     for section, sentences in json.loads(ENGLISH.read_text(encoding="utf-8")).items()

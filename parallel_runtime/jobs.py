@@ -121,16 +121,16 @@ class VAEJob:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EncodingJob:
-    """One call of a text encoder's `method` on the workers `ranks`, which have its weights: one has them all, or each
-    has as many of its units (`encoder_units`) as `stages` says.
+    """Calls of a text encoder's `method` on the workers `ranks`, which have its weights: each has them all and takes
+    calls in turn, or each has as many of its units (`encoder_units`) as `stages` says and takes part in every call.
 
-    `described` has the `arguments` by name, such as tokens; the `options` of each call of `set_clip_options` before it;
-    and `hook_patches`, the weight patches of the hooks in force, by weight. `weight_patches` are those on the CLIP;
+    Each of `calls` has the `arguments` by name, such as tokens; the `options` of each call of `set_clip_options` before
+    it; and `hook_patches`, the weight patches of the hooks in force, by weight. `weight_patches` are those on the CLIP;
     None where the workers have them already."""
 
     method: EncoderMethod
     ranks: list[int]
-    described: Described
+    calls: list[Described]
     weight_patches: Described | None
     stages: list[int] = field(default_factory=list)
 
@@ -143,6 +143,8 @@ def is_outer_method(name: str) -> bool:
     return name.startswith("preprocess_")
 
 
-def answering_rank(job: Job) -> int:
-    """Returns the rank whose result is that of the job."""
-    return job.ranks[0] if isinstance(job, EncodingJob) else 0
+def answering_ranks(job: Job) -> list[int]:
+    """Returns the ranks whose results are, together, that of the job."""
+    if not isinstance(job, EncodingJob):
+        return [0]
+    return job.ranks[: 1 if job.stages else len(job.calls)]

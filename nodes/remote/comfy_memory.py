@@ -154,8 +154,8 @@ class GroupModel:
             return freed
 
     def _resident_bytes(self, ranks: Sequence[int]) -> int:
-        each = (self.group.readings[rank].weights for rank in ranks if self.group.readings)
-        return sum(one.resident for models in each for one in models if one.fingerprint == self.spec.fingerprint)
+        readings = self.group.readings
+        return sum(readings[rank].resident_bytes(self.spec.fingerprint) for rank in ranks if readings)
 
     def free(self, after: AfterSampling = "unload") -> bool:
         """Has the workers drop the conditions of a native sampler's run, and offload the weights to main memory or
@@ -189,17 +189,21 @@ def free_model(spec: ModelSpec, request: ParallelRequest | None) -> None:
         model.free(request.after_sampling)
 
 
-def room_bytes(group: WorkerGroup) -> list[int | None]:
-    """Returns the device bytes each worker here may take beside loaded models; None where nothing limits them."""
+def room_bytes(group: WorkerGroup, spec: ModelSpec) -> list[int | None]:
+    """Returns the bytes of its device that each worker of this machine may take for a model, with those that it has of
+    it, beside all others that are loaded; None where nothing limits them."""
     placement = group.placement
     sharing = Counter(placement.devices)
+    each = list(zip(placement.devices, group.readings, strict=False))
     if limits := user_limits(placement.world_size):
-        each = zip(limits, group.readings, placement.devices, strict=False)
-        return [max(0, limit - reading.rank_bytes) for limit, reading, _ in each]
-    if placement.devices[0] == "cpu":
+        free = [limit - reading.rank_bytes for limit, (_, reading) in zip(limits, each, strict=False)]
+    elif placement.devices[0] == "cpu":
         return [None for _ in placement.devices]
-    free = {device: _now_free_bytes(torch.device(device), group) for device in sharing}
-    return [free[device] // sharing[device] for device in placement.devices]
+    else:
+        now = {device: _now_free_bytes(torch.device(device), group) for device in sharing}
+        free = [now[device] // sharing[device] for device in placement.devices]
+    held = [reading.resident_bytes(spec.fingerprint) for _, reading in each] or [0] * len(free)
+    return [max(0, bytes_now + own) for bytes_now, own in zip(free, held, strict=True)]
 
 
 def capacity_for(placement: Placement, group: WorkerGroup | None, spec: ModelSpec) -> Capacity:

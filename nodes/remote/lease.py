@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from threading import Event, Lock
 from typing import Any
 
 import comfy.model_management
@@ -15,11 +16,12 @@ import comfy.utils
 from comfy.model_management import throw_exception_if_processing_interrupted as check_interrupt
 from comfy_execution.utils import get_executing_context
 
-from ...parallel_runtime.errors import ParallelError, Refused, WorkerFailed, WorkerLost, say
+from ...parallel_runtime.errors import ParallelError, Refused, WorkerDied, WorkerFailed, WorkerLost, say
 from ...parallel_runtime.explain.plan_words import compared, why_replicated
 from ...parallel_runtime.group.history import LeasedFor, Size
+from ...parallel_runtime.group.launch import POLL_SECONDS
 from ...parallel_runtime.group.runtime import runtime
-from ...parallel_runtime.group.worker_group import OnStep, Result, WorkerGroup
+from ...parallel_runtime.group.worker_group import OnStep, Result, Watch, WorkerGroup
 from ...parallel_runtime.jobs import Job
 from ...parallel_runtime.planning.candidates import default_plan
 from ...parallel_runtime.planning.misfit import GIB, Shortage, shortage
@@ -37,6 +39,7 @@ log = logging.getLogger(__name__)
 
 KINDS_PER_DOUBLING = 8  # kinds of runs for each doubling of the tokens: a smaller difference is the same kind
 LESS = 0.9  # of the bytes that a plan counted for a worker is the next plan's limit once the worker ran out of memory
+_in_thread = Lock()  # held while a lease is `taken_over`
 KEEP_MODELS = 2  # models at once in the workers, memory permitting: Wan 2.2 samples one video with two
 
 
@@ -49,17 +52,44 @@ def lease_workers(
     setup = comfy_setup(compiles=spec.compilation is not None)
     with _recorded(spec, work), runtime.borrowed(placement, setup, check_interrupt) as group:
         lease = Lease(group, spec)
-        try:
+        with lease.ended(after):
             yield lease
-        except WorkerLost as lost:
-            lost.sentence = say("reason.why", reason=lost.sentence, why=say("died.next"))
-            raise
-        finally:
-            if lease.loaded is not None and after != "keep":
-                lease.loaded.free(after)
+
+
+@contextmanager
+def leased_if_idle(spec: ModelSpec, placement: Placement) -> Iterator[Lease | None]:
+    """Leases the workers of `placement` for what is to run on another thread, which takes the lease over; None where
+    they have not started, or are in use."""
+    with runtime.idle_group() as group:
+        setup = comfy_setup(compiles=spec.compilation is not None)
+        if group is None or (group.placement, group.comfy) != (placement, setup):
+            yield None
+            return
+        with runtime.borrowed(placement, setup, check_interrupt) as group:
+            yield Lease(group, spec)
+
+
+@contextmanager
+def taken_over(lease: Lease, prompt: str, after: AfterSampling, begun: Event) -> Iterator[None]:
+    """Leases the same workers on this thread, for texts that `prompt` will ask for; `begun` is set once no other thread
+    can have them before. Raises WorkerDied where they have ended."""
+    with (
+        _in_thread,
+        runtime.exclusive(lease.group) as group,
+        runtime.recorded("prompt", prompt, lease.spec.title),
+        lease.ended(after),
+    ):
+        begun.set()
+        if group is None:
+            raise WorkerDied(say("died.ended"))
+        yield
 
 
 def _recorded(spec: ModelSpec, work: LeasedFor, *, goes_on: bool = False) -> AbstractContextManager[None]:
+    """Returns the record of this work, which begins once that of a lease `taken_over` has ended."""
+    while not _in_thread.acquire(timeout=POLL_SECONDS):
+        check_interrupt()
+    _in_thread.release()
     context, title = get_executing_context(), spec.title if work in ("sampling", "prompt") else ""
     return runtime.recorded(work, context.prompt_id if context is not None else None, title, goes_on=goes_on)
 
@@ -161,6 +191,18 @@ class Lease:
         self.spec = spec
         self._size: tuple[object, ...] = ()
 
+    @contextmanager
+    def ended(self, after: AfterSampling) -> Iterator[None]:
+        """Keeps, offloads or unloads the model at the end of this context, and says what follows a worker's death."""
+        try:
+            yield
+        except WorkerLost as lost:
+            lost.sentence = say("reason.why", reason=lost.sentence, why=say("died.next"))
+            raise
+        finally:
+            if self.loaded is not None and after != "keep":
+                self.loaded.free(after)
+
     @property
     def loaded(self) -> GroupModel | None:
         """Returns the model in the group's list; None where it is not listed."""
@@ -188,10 +230,18 @@ class Lease:
             runtime.last_auto_placement[default_plan(inputs).placement] = plan.placement
         return known, plan
 
-    def run(self, plan: RunPlan, job: Job, *, output: int | None = None, on_step: OnStep = lambda *_: None) -> Result:
+    def run(
+        self,
+        plan: RunPlan,
+        job: Job,
+        *,
+        output: int | None = None,
+        on_step: OnStep = lambda *_: None,
+        watch: Watch = check_interrupt,
+    ) -> Result:
         unrecordable = self.group.activity.unrecordable
         was_recordable = self.spec.unpatched not in unrecordable
-        watched: dict[str, Any] = {"on_step": on_step, "watch": check_interrupt}
+        watched: dict[str, Any] = {"on_step": on_step, "watch": watch}
         try:
             return self.group.run(self.spec, plan.degrees, job, weight_placement=plan.weights, output=output, **watched)
         except WorkerFailed as failed:

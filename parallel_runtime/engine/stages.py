@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten, tre
 
 from ..architectures.network_modules import BlockRef, counts_of, owners, units_of
 from ..architectures.split_plan import SplitPlan
-from ..errors import Refused, Unsplittable
+from ..errors import BAD_INPUT, Refused, Unsplittable
 from ..specs import Parallelism
 from .comm.collectives import all_gather_int, all_gather_v
 from .comm.mesh import ContextMesh, MeshDim
@@ -34,7 +34,6 @@ from .stage_channel import StageChannel
 
 log = logging.getLogger(__name__)
 
-BAD_INPUT = (AttributeError, LookupError, TypeError, ValueError)  # raised for tokens of another text encoder
 STAGE_ATTRIBUTE = "_real_on_stage"  # attribute of a block's output: the stage that computed it
 
 

@@ -83,7 +83,7 @@ class PayloadCache:
         """Compares conditions by value with what was sent: ComfyUI changes them in place, under one uuid."""
         sent = self._cond_arguments.get(model.unpatched, [])
         for number, conds in sent:
-            if _equal(conds, job.cond_arguments):
+            if equal(conds, job.cond_arguments):
                 return replace(job, cond_number=number, cond_arguments=None)
         self._last_number += 1
         conds = pytree.tree_map_only(torch.Tensor, torch.clone, job.cond_arguments or {})
@@ -91,13 +91,13 @@ class PayloadCache:
         return replace(job, cond_number=self._last_number)
 
 
-def _equal(a: Any, b: Any) -> bool:
+def equal(a: Any, b: Any) -> bool:
     if torch.is_tensor(a) and torch.is_tensor(b):
         return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple) and type(a) is type(b):
-        return len(a) == len(b) and all(map(_equal, a, b))
+        return len(a) == len(b) and all(map(equal, a, b))
     return type(a) is type(b) and not torch.is_tensor(a) and bool(a == b)
 
 

@@ -198,8 +198,9 @@ class Runtime:
     @property
     def _idle_too_long(self) -> bool:
         """Has the group been idle for longer than its limit?"""
-        idle = self.group is not None and self._activity.now.state not in BUSY
-        return idle and 0 < self.idle_seconds < time.monotonic() - self._last_used_at
+        now = self._activity.now
+        idle = self.group is not None and now.state not in BUSY
+        return idle and 0 < self.idle_seconds < time.monotonic() - max(self._last_used_at, now.began_at)
 
     @contextmanager
     def _locked(self, meanwhile: Callable[[], bool | None] = lambda: False) -> Iterator[bool]:

@@ -1,4 +1,4 @@
-"""A running worker group: sends one request at a time to every rank and returns one rank's result. Crash-only."""
+"""A running worker group: sends one request at a time to every rank and returns the result. Crash-only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import ParallelError, Refused, WorkerDied, say
-from ..jobs import EvaluationJob, Job, answering_rank
+from ..jobs import EvaluationJob, Job, answering_ranks
 from ..planning.run_plan import REPLICATED
 from ..planning.work_shares import ShareBalance
 from ..request import AfterSampling
@@ -40,7 +40,8 @@ Watch = Callable[[], None]
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The result of a run: `value` is what the loop of the answering rank returned; the times are that rank's."""
+    """The result of a run: `value` is what the loops of the answering ranks returned; the times are the longest of
+    theirs."""
 
     value: dict[str, Any]
     load_seconds: float
@@ -103,7 +104,7 @@ class WorkerGroup:
         on_step: OnStep = lambda *_: None,
         watch: Watch = lambda: None,
     ) -> Result:
-        """Run `job` on every rank and return one rank's result. Raises Refused; the group and its models stay.
+        """Run `job` on every rank and return its result. Raises Refused; the group and its models stay.
 
         The ranks of a VAE write into the memory file `output`. Parts of `job` that the workers have are not sent again.
         `on_step(step, x0, x, total)` has the arguments of the sampler's callback, and reports the frames of a VAE's
@@ -140,11 +141,12 @@ class WorkerGroup:
                 self.activity.end_request(job)
         for reason in self.activity.new_eager_reasons():
             log.info("[CP] not recorded as a CUDA graph: %s", reason)
-        done, result = answers[answering_rank(job)]
+        dones, values = zip(*(answers[rank] for rank in answering_ranks(job)), strict=True)
+        load_seconds, seconds = max(done.load_seconds for done in dones), max(done.seconds for done in dones)
         if size is not None:
-            self._longest_evaluations[size] = max(longest, done.seconds)
+            self._longest_evaluations[size] = max(longest, seconds)
         self.balance.learn(model, parallelism, [reading.computed_seconds for reading in self.readings])
-        return Result(result, done.load_seconds, done.seconds)
+        return Result({name: value for returned in values for name, value in returned.items()}, load_seconds, seconds)
 
     def free(self, model: ModelSpec, after: AfterSampling = "unload") -> None:
         """Frees this model's conditions on every rank, and keeps, offloads or unloads its weights."""

@@ -157,8 +157,8 @@ class EncoderSize:
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderPlacement:
-    """The `ranks` that have a text encoder, the units of each (`stages`, () for one rank, which has all), and where the
-    weights are between prompts; with the bytes of each of these ranks. `beside`: the models that are loaded stay."""
+    """The `ranks` that have a text encoder, the units of each (`stages`, () where each has all), and where the weights
+    are between prompts; with the bytes of each of these ranks. `beside`: the models that are loaded stay."""
 
     ranks: tuple[int, ...]
     stages: tuple[int, ...] = ()
@@ -169,13 +169,19 @@ class EncoderPlacement:
 
 
 def place_encoder(
-    size: EncoderSize, beside: Sequence[int | None], budgets: Sequence[int | None], limited_by: str = ""
+    size: EncoderSize,
+    beside: Sequence[int | None],
+    budgets: Sequence[int | None],
+    limited_by: str = "",
+    *,
+    prompts: int = 1,
 ) -> EncoderPlacement:
     """Returns the first placement that fits into the room of each worker `beside` the models that are loaded, else into
-    its budget. None is no limit. Raises Refused where it fits nowhere."""
-    for rooms in (beside, budgets):
+    its budget. None is no limit. Several `prompts` have a whole encoder each, where it fits beside. Raises Refused
+    where it fits nowhere."""
+    for rooms, copies in ((beside, min(prompts, len(beside))), (budgets, 1)):
         known = [math.inf if room is None else room for room in rooms]
-        for placement in _placements(size, known):
+        for placement in _placements(size, known, copies):
             needed = (each + placement.buffer_bytes + size.workspace for each in placement.weight_bytes)
             if all(each <= known[rank] for rank, each in zip(placement.ranks, needed, strict=True)):
                 return replace(placement, beside=rooms is beside)
@@ -187,10 +193,11 @@ def place_encoder(
     )
 
 
-def _placements(size: EncoderSize, rooms: Sequence[float]) -> Iterator[EncoderPlacement]:
+def _placements(size: EncoderSize, rooms: Sequence[float], copies: int) -> Iterator[EncoderPlacement]:
     by_room = sorted(range(len(rooms)), key=lambda rank: -rooms[rank])
     first = by_room[0]
-    yield EncoderPlacement(ranks=(first,), weight_bytes=(size.weights,))
+    for workers in range(copies, 0, -1):
+        yield EncoderPlacement(ranks=tuple(by_room[:workers]), weight_bytes=(size.weights,) * workers)
     units = [*(Load(each, 0) for each in size.layers), *map(Load, size.blocks)]
     for workers in range(2, len(rooms) + 1) if size.staged else ():
         if workers <= len(units) and rooms[by_room[workers - 1]] > size.other + size.workspace:

@@ -87,6 +87,10 @@ class Readings:
         """Returns the device memory of this rank for models other than the one with this fingerprint."""
         return sum(model.device_bytes for model in self.weights if model.fingerprint != fingerprint)
 
+    def resident_bytes(self, fingerprint: str) -> int:
+        """Returns the bytes of this model's weights on the device."""
+        return sum(model.resident for model in self.weights if model.fingerprint == fingerprint)
+
     def recorded_bytes(self, fingerprint: str) -> int:
         """Returns the device bytes of its recorded forwards: a run needs no others for its activations."""
         return sum(model.recorded for model in self.weights if model.fingerprint == fingerprint)

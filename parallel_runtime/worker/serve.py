@@ -23,7 +23,7 @@ from ..engine.comm import ranks
 from ..engine.comm.collectives import differing_ranks
 from ..engine.cuda_graphs import reporting_compilation, warm_compiler
 from ..errors import OutOfMemory, Refused, Sentence, say
-from ..jobs import DemoJob, EvaluationJob, Job, VAEJob, answering_rank
+from ..jobs import DemoJob, EvaluationJob, Job, VAEJob, answering_ranks
 from ..specs import ComfySetup, Parallelism
 from ..wire import messages
 from ..wire.bundles import read_bundle, write_bundle
@@ -186,7 +186,7 @@ class Worker:
                 result = self._loops[type(job)](model, job, progress)
             self._models.end_job(keep_buffers=isinstance(job, EvaluationJob | VAEJob))  # the next one follows at once
             # It waits for the device: before `seconds` is read.
-            result_fd = write_bundle(result) if result is not None and ranks.rank() == answering_rank(job) else None
+            result_fd = write_bundle(result) if result is not None and ranks.rank() in answering_ranks(job) else None
         seconds = time.monotonic() - loaded
         done = messages.Done(request.job, load_seconds=loaded - started, seconds=seconds, readings=progress.readings())
         return done, result_fd

@@ -30,7 +30,7 @@ DECODE = VAEJob(
     chunk_bytes=0,
     weights=None,
 )
-ENCODING = EncodingJob(method="encode_token_weights", ranks=[0], stages=[], described={}, weight_patches=None)
+ENCODING = EncodingJob(method="encode_token_weights", ranks=[0], stages=[], calls=[], weight_patches=None)
 EVALUATION = EvaluationJob(
     call_arguments={}, options=None, cond_number=1, cond_arguments=None, weight_patches=None, batch_coupled=False
 )

@@ -99,6 +99,10 @@ def test_an_idle_group_ends_and_one_in_use_does_not(flux):
             assert group.alive
             samples(group, flux, Parallelism())
             pids = workers_of(group)
+        with runtime.exclusive(group):  # as what another thread has begun goes on
+            time.sleep(0.6)
+            samples(group, flux, Parallelism())
+        assert runtime.status().state == "idle"
         wait_until(lambda: runtime.status().state == "none", 10)
         assert not any(pid in our_processes() for pid in pids)
     finally:

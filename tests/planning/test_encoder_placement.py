@@ -105,3 +105,13 @@ def test_no_placement_exceeds_a_workers_room_at_any_size() -> None:
 def test_what_fits_nowhere_is_refused_with_both_sizes_and_the_limit() -> None:
     with pytest.raises(Refused, match=r"needs 45\.0 GiB.*more than 24\.0 GiB of its device \(CP_MEMORY_GIB says so\)"):
         place_encoder(whole(45), [3 * GIB, 7 * GIB], [24 * GIB, 16 * GIB], "CP_MEMORY_GIB")
+
+
+def test_two_prompts_have_an_encoder_each_where_it_fits_beside_what_is_loaded() -> None:
+    room = [6 * GIB, 7 * GIB, 3 * GIB]
+    two = place_encoder(whole(5), room, [20 * GIB] * 3, prompts=2)
+    assert (two.ranks, two.weight_bytes) == ((1, 0), (5 * GIB, 5 * GIB))
+    assert place_encoder(whole(5), room, [20 * GIB] * 3, prompts=5).ranks == (1, 0), "no network makes room"
+    assert rank_of(place_encoder(whole(6), [5 * GIB, 7 * GIB], [20 * GIB] * 2, prompts=2)) == 1
+    assert rank_of(place_encoder(whole(15), [3 * GIB] * 2, [24 * GIB] * 2, prompts=2)) == 0
+    assert place_encoder(blocks(12), [8 * GIB] * 2, [24 * GIB] * 2, prompts=2).stages

@@ -1,5 +1,5 @@
-"""Text encoders: each is loaded by ComfyUI's own loader or a pack's node, whole on one rank, which runs it alone, or in
-stages on several."""
+"""Text encoders: each is loaded by ComfyUI's own loader or a pack's node, whole on ranks that encode prompts in turn,
+each by itself, or in stages on several."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ...architectures.network_modules import encoder_units, outermost_blocks
 from ...engine.comm.mesh import MeshDim
 from ...engine.comm.ranks import rank
 from ...engine.prefetch import RankPlacement
-from ...engine.stages import BAD_INPUT, OwnedModules
+from ...engine.stages import OwnedModules
 from ...engine.weight_sources import HostWeights
-from ...errors import Refused
+from ...errors import BAD_INPUT, Refused
 from ...jobs import EncodingJob, Job
 from ...loading.object_codec import rebuild
-from ...specs import ModelSpec
+from ...specs import EncoderMethod, ModelSpec
 from ..models import Model
 from ..progress import Progress
 from .comfy_model import ComfyModel, import_loader, load_patcher
@@ -41,7 +41,7 @@ class Absent(Model):
 
 @dataclass(eq=False, kw_only=True)
 class Encoder(ComfyModel):
-    """A text encoder on the `ranks` that have it; of its parts in `owned` each has some."""
+    """A text encoder on the `ranks` that have it: in stages each has some of its parts in `owned`."""
 
     ranks: list[int]
     owned: OwnedModules
@@ -50,9 +50,9 @@ class Encoder(ComfyModel):
 
     @property
     def dim(self) -> MeshDim:
-        """The ranks that have the encoder."""
-        size, index = len(self.ranks), self.ranks.index(rank())
-        return replace(self.mesh.data, size=size, index=index, ranks=tuple(self.ranks), shares=())
+        """The ranks that encode a prompt together: this one alone where it has all parts."""
+        ranks = self.ranks if self.owned.paths else [rank()]
+        return replace(self.mesh.data, size=len(ranks), index=ranks.index(rank()), ranks=tuple(ranks), shares=())
 
     @property
     def remote_paths(self) -> list[str]:
@@ -93,24 +93,32 @@ def load(spec: ModelSpec, device: torch.device, on_progress: Callable[[float], N
 
 
 def run(model: Model, job: EncodingJob, progress: Progress) -> dict[str, Any]:
-    """Returns {"returned": what the method returned}, and nothing on other ranks."""
+    """Returns what the method returned for each call of this rank, by the call's number."""
     if not isinstance(model, Encoder):
         return {}
-    described = rebuild(job.described)
-    model.owned.dim = model.dim
+    turn = slice(None) if job.stages else slice(job.ranks.index(rank()), None, len(job.ranks))
+    calls = [*enumerate(map(rebuild, job.calls))][turn]
     patcher, encoder = model.clone(job.weight_patches, progress.loading), model.patcher.model
+    if not calls:
+        return {}
+    model.owned.dim = model.dim
     patcher.hook_mode = comfy.hooks.EnumHookMode.MinVram
     with _keeping_other_models():
         comfy.model_management.load_models_gpu([patcher])
+    with _reporting(progress, encoder, model.dim, first=rank() == job.ranks[0]):
+        return {str(number): _returned(model, patcher, job.method, call) for number, call in calls}
+
+
+def _returned(model: Encoder, patcher: RankPatcher, method: EncoderMethod, call: dict[str, Any]) -> Any:
+    encoder = patcher.model
     if (prefetcher := patcher.weight_state.prefetcher) is not None and prefetcher.offloaded:
         prefetcher.begin()
-    hook_patches = model.local_patches(described["hook_patches"])
-    with _hooked(patcher, hook_patches), _reporting(progress, encoder, model.dim):
+    with _hooked(patcher, model.local_patches(call["hook_patches"])):
         encoder.reset_clip_options()
-        for options in (*described["options"], {"execution_device": model.device}):
+        for options in (*call["options"], {"execution_device": model.device}):
             encoder.set_clip_options(options)
         try:
-            return {"returned": getattr(encoder, job.method)(**described["arguments"])}
+            return getattr(encoder, method)(**call["arguments"])
         except BAD_INPUT as error:  # on all of its ranks
             if isinstance(error, Refused):
                 raise
@@ -143,10 +151,11 @@ def _hooked(patcher: RankPatcher, patches: dict[str, list[Any]]) -> Iterator[Non
 
 
 @contextmanager
-def _reporting(progress: Progress, encoder: nn.Module, dim: MeshDim) -> Iterator[None]:
-    """Reports what ComfyUI's own progress bars show, and cancels before a block, in this context."""
+def _reporting(progress: Progress, encoder: nn.Module, dim: MeshDim, *, first: bool) -> Iterator[None]:
+    """Reports what ComfyUI's own progress bars show on the `first` rank, and cancels before a block, in this
+    context."""
     before = comfy.utils.PROGRESS_BAR_HOOK
-    if dim.index == 0:
+    if first:
         comfy.utils.set_progress_bar_global_hook(lambda done, total, *_, **__: progress.report_done(done, total))
     with ExitStack() as hooks:
         for block in outermost_blocks(encoder):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import comfy.hooks
+import comfy.model_management
 import comfy.patcher_extension
 import comfy.sd
 import folder_paths
@@ -166,6 +169,65 @@ class NoClip(io.ComfyNode):
         return io.NodeOutput(None)
 
 
+class Logged(logging.Handler):
+    """Counts what ComfyUI has logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+logged = Logged()
+logging.getLogger().addHandler(logged)
+
+
+class UntilLogged(io.ComfyNode):
+    """Waits, before other nodes run that take this CLIP, for `seconds`, and until `text` has been logged so many times;
+    says so in the log. Without a text it fails. `then` it changes the CLIP in place."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        inputs = [io.Clip.Input("clip"), io.String.Input("text"), io.Int.Input("times")]
+        more = [
+            io.Float.Input("seconds", default=0.0, optional=True),
+            io.String.Input("then", default="", optional=True),
+        ]
+        return io.Schema(
+            node_id="CPTestUntilLogged", category=CATEGORY, is_dev_only=True, is_output_node=True, inputs=inputs + more
+        )
+
+    @classmethod
+    def execute(cls, clip: Any, text: str, times: int, seconds: float = 0.0, then: str = "") -> io.NodeOutput:
+        if not text:
+            raise ValueError("it shall fail")
+        time.sleep(seconds)
+        deadline = time.monotonic() + 60
+        while sum(text in line for line in logged.lines) < times:
+            comfy.model_management.throw_exception_if_processing_interrupted()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{text} was not logged {times} times")
+            time.sleep(0.02)
+        if then:
+            ChangeClip.execute(clip, then)
+        logging.info("[test] another node has waited")
+        return io.NodeOutput()
+
+
+class Texts(io.ComfyNode):
+    """A list of texts, from lines."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema("CPTestTexts", [io.String.Input("lines")], io.String.Output(is_output_list=True))
+
+    @classmethod
+    def execute(cls, lines: str) -> io.NodeOutput:
+        return io.NodeOutput(lines.splitlines())
+
+
 class SaveEncoded(io.ComfyNode):
     """Saves every tensor and number of a CONDITIONING, one after another."""
 
@@ -189,4 +251,4 @@ class SaveEncoded(io.ComfyNode):
         return io.NodeOutput(ui={"cp_test": [{"path": str(path)}]})
 
 
-NODES = [LoadClip, ChangeClip, Lora, HookedLora, Generate, EncodeTokens, NoClip, SaveEncoded]
+NODES = [LoadClip, ChangeClip, Lora, HookedLora, Generate, EncodeTokens, NoClip, UntilLogged, Texts, SaveEncoded]
