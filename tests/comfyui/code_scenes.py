@@ -310,7 +310,13 @@ def planned_with_boxes(rank: int, world: int) -> list[bool]:
 def _described(name: str) -> Any:
     stats = network_stats.NetworkStats(name=name, heads=4, layers=2, width=64, weights=1, weight_bytes=4, item_bytes=4)
     spec = pack_module("parallel_runtime.specs").ModelSpec(loader=name, dynamic_vram=True)
-    made = {"spec": spec, "weight_patches": {}, "architecture": None, "batch_coupled": False}
+    made = {
+        "spec": spec,
+        "weight_patches": {},
+        "architecture": None,
+        "batch_coupled": False,
+        "runs_changed_code": False,
+    }
     return node_module("describe.model").DescribedModel(network=torch.nn.Identity(), stats=stats, **made)
 
 

@@ -141,7 +141,7 @@ def free_on_gpus_of_workers(rank: int, world: int) -> tuple[list[int], list[int 
     two = specs.Placement(devices=("cuda:1", "cuda:2"))
     told = tuple(readings.Readings(used_bytes=0, total_bytes=24, free_bytes=free) for free in (20, 16))
     group: Any = SimpleNamespace(placement=two, readings=told, models={})
-    return list(memory.capacity_for(two, group, MODELS[0]).ranks), memory.room_bytes(group)
+    return list(memory.capacity_for(two, group, MODELS[0]).ranks), memory.room_bytes(group, MODELS[0])
 
 
 def room_on_a_gpu_of_workers(rank: int, world: int) -> list[Any]:

@@ -124,7 +124,7 @@ def why_not_sent(rank: int, world: int, what: str) -> str:
     guider.conds = {"positive": [_cond(0)]}
     described = describe.DescribedModel(
         spec=None, weight_patches={}, network=model.model.diffusion_model, architecture=None,
-        stats=network_stats.NetworkStats(), batch_coupled=False,
+        stats=network_stats.NetworkStats(), batch_coupled=False, runs_changed_code=False,
     )  # fmt: skip
     sampler, zeros = comfy.samplers.sampler_object("euler"), torch.zeros(LATENT)
     try:
@@ -167,7 +167,7 @@ def rows_sampled(rank: int, world: int, patches: str, of_guider: bool) -> dict[s
     described = describe.DescribedModel(
         spec=model.spec, weight_patches={}, network=model.network, architecture=None,
         stats=network_stats.NetworkStats(),
-        batch_coupled=coupling.is_batch_coupled(host, host.model_options),
+        batch_coupled=coupling.is_batch_coupled(host, host.model_options), runs_changed_code=False,
     )  # fmt: skip
     sampler, sigmas = comfy.samplers.sampler_object("euler"), torch.linspace(1, 0, 3)
     call = sampling_job.OuterSample(torch.randn(LATENT), torch.zeros(LATENT), sampler, sigmas, seed=1)

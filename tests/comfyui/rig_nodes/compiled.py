@@ -20,7 +20,7 @@ class Compile(io.ComfyNode):
                 io.String.Input("backend"),
                 io.Boolean.Input("fullgraph", optional=True),
                 io.String.Input(
-                    "layers", default="", tooltip="Compiled as packs do that replace layers by object patches"
+                    "layers", optional=True, tooltip="Compiled as packs do that replace layers by object patches"
                 ),
             ],
             outputs=[io.Model.Output()],
