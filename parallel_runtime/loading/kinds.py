@@ -119,9 +119,10 @@ def _unconverted() -> Callable[..., Any]:
 
 def _describe_method(method: MethodType, to: Parts) -> Node:
     owner = method.__self__ if isinstance(method.__self__, type) else type(method.__self__)
-    own = getattr(owner, method.__name__, None)
+    name = getattr(method, "__name__", "")  # a partial has none
+    own = getattr(owner, name, None)
     if getattr(own, "__func__", own) is method.__func__:
-        return {"of": to(method.__self__), "name": method.__name__}
+        return {"of": to(method.__self__), "name": name}
     return {"of": to(method.__self__), "function": to(method.__func__)}
 
 
