@@ -42,6 +42,8 @@ def describe_clip(clip: comfy.sd.CLIP) -> ModelSpec:
     """Returns what the workers load for this CLIP, without patches. Raises NotParallel, Refused."""
     if type(clip) is not comfy.sd.CLIP:
         raise NotParallel(say("clip.foreign", kind=qualified_name(type(clip))))
+    for name in sorted(vars(clip).keys() & vars(comfy.sd.CLIP).keys()):  # a clone of the CLIP would lose it
+        raise NotParallel(say("vae.code", what=f"CLIP.{name}", code=name_in_pack(vars(clip)[name])))
     patcher, encoder = clip.patcher, clip.cond_stage_model
     init: Any = getattr(patcher, "cached_patcher_init", None)  # older ComfyUIs have none of a CLIP
     by_node = init is None or not is_comfyui(init[0])

@@ -181,7 +181,8 @@ def _methods_on(owner: object, kind: Any) -> Changes:
     for method in vars(owner).keys() & _methods(kind):
         value = vars(owner)[method]
         put_back = value == MethodType(getattr(kind, method), owner)  # the class's own, by ComfyUI as it unpatched
-        if (_is_foreign(value) or is_in_a_pack(kind)) and not put_back:
+        of_another = isinstance(getattr(value, "__self__", None), nn.Module)
+        if (_is_foreign(value) or is_in_a_pack(kind) or of_another) and not put_back:
             yield method, value
 
 

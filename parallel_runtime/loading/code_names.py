@@ -291,10 +291,10 @@ def reference(value: Any, what: str) -> str:
     """
     for candidate in inspect.getmro(value) if isinstance(value, type) else (value,):
         name = getattr(candidate, "__qualname__", "<>")
-        if attribute(sys.modules.get(candidate.__module__), name) is candidate:
-            return f"{module_reference(candidate.__module__, what, qualified_name(value))}:{name}"
         if "<" in name or name != value.__qualname__:
             break
+        if attribute(sys.modules.get(candidate.__module__), name) is candidate:
+            return f"{module_reference(candidate.__module__, what, qualified_name(value))}:{name}"
     if LOCAL in value.__qualname__ and is_comfyui(value):
         raise Unsendable("unsendable.local", what=what, thing=qualified_name(value))
     raise Unsendable("unsendable.foreign", what=what, thing=qualified_name(value))

@@ -128,7 +128,10 @@ def _describe_method(method: MethodType, to: Parts) -> Node:
 
 def _rebuild_method(node: Node, make: Rebuilder) -> Any:
     of = make(node["of"])
-    method = MethodType(make(node["function"]), of) if "function" in node else getattr(of, node["name"])
+    if "function" in node:
+        return MethodType(make(node["function"]), of)
+    # Not the object's own, which may be a patch of the last run.
+    method = getattr(of, node["name"]) if isinstance(of, type) else getattr(type(of), node["name"]).__get__(of)
     if not isinstance(method, MethodType):
         raise Refused("worker.reference", name=node["name"])
     return method

@@ -25,6 +25,7 @@ from torch import nn
 
 from ..errors import Refused, Sentence, say
 from .code_names import (
+    LOCAL,
     home_of,
     is_comfyui,
     name_of_pack,
@@ -157,9 +158,17 @@ def replaced_in_network(network: nn.Module) -> Iterator[Replaced]:
         for name in names:
             if _replaces(vars(module).get(name), module.__name__, name):
                 yield Replaced(f"{module.__name__}.{name}", vars(module)[name])
+    yield from _hooks_on_all()
     attention = nn.functional.scaled_dot_product_attention
     if attention is not torch._C._nn.scaled_dot_product_attention and not is_in_a_pack(attention):
         yield Replaced("torch.nn.functional.scaled_dot_product_attention", attention)  # a library's, by a pack
+
+
+def _hooks_on_all() -> Iterator[Replaced]:
+    """Yields the hooks that are on all modules of this process."""
+    for name in ("_global_forward_pre_hooks", "_global_forward_hooks"):
+        hooks = vars(torch.nn.modules.module)[name].values()
+        yield from (Replaced(f"torch.nn.modules.module.{name}", hook) for hook in hooks)
 
 
 def _parts(value: Any, seen: set[int]) -> Iterator[tuple[str, str]]:
@@ -270,7 +279,21 @@ def is_in_a_pack(value: Any) -> bool:
 
 
 def _replaces(value: Any, owner: str, name: str) -> bool:
-    """Is `value`, under the name `owner.name`, of a pack, and more than a passage to what had that name?"""
+    """Is `value`, under the name `owner.name`, of a pack, of no file, another class's `forward`, or what had that name
+    with other arguments? It is not if it only passes on."""
+    if isinstance(value, functools.partial):
+        return is_in_a_pack(value) or getattr(value.func, "__name__", "") == name
+    if isinstance(value, FunctionType):
+        made = value.__code__.co_qualname
+        if value.__code__.co_filename == "<string>" and not name.startswith("_"):  # such as dataclasses make
+            return True
+        if (
+            name == "forward"
+            and made.endswith(".forward")
+            and LOCAL not in made
+            and not f".{owner}.forward".endswith(f".{made}")
+        ):
+            return True
     return is_in_a_pack(value) and not _passes_on(value, f"{owner}.{name}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import sys
@@ -265,6 +266,30 @@ def callbacks_called(rank: int, world: int, names: list[str]) -> dict[str, list[
     """How often a callback, of a pack that no worker has, is called: natively and with CP Sampler, each by two runs of
     a MODEL and its end; or "refused". By the name of its kind."""
     return {name: [*_calls(vars(comfy.patcher_extension.CallbacksMP)[name])] for name in names}
+
+
+def replaced_without_a_pack(rank: int, world: int, what: str) -> list[str]:
+    """The names of what of a network's code is found to be replaced, by what has no file of a pack."""
+    network = torch.nn.Sequential(torch.nn.SiLU(), comfy.ldm.flux.layers.EmbedND(4, 4, [4]))
+    layers, silu, hook = comfy.ldm.flux.layers, torch.nn.SiLU.forward, None
+    embedding = layers.timestep_embedding
+    made: dict[str, Any] = {}
+    exec("def forward(self, x): return x", made)
+    try:
+        match what:
+            case "another class":
+                torch.nn.SiLU.forward = torch.nn.Softsign.forward
+            case "no file":
+                torch.nn.SiLU.forward = made["forward"]
+            case "other arguments":
+                layers.timestep_embedding = functools.partial(embedding, time_factor=500.0)
+            case "a hook on all":
+                hook = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+        return [one.name for one in replacing.replaced_in_network(network)]
+    finally:
+        torch.nn.SiLU.forward, layers.timestep_embedding = silu, embedding
+        if hook is not None:
+            hook.remove()
 
 
 def why_no_gligen(rank: int, world: int, inside: bool) -> str:

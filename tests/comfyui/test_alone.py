@@ -478,6 +478,22 @@ def test_a_network_whose_code_a_pack_has_replaced_is_sampled_by_comfyui_itself(
     assert "Remove that pack" in run["said"][0]
 
 
+SILU = "torch.nn.modules.activation.SiLU.forward"
+
+
+@pytest.mark.parametrize(
+    ("what", "names"),
+    [
+        ("nothing", []), ("another class", [SILU]), ("no file", [SILU]),
+        ("other arguments", ["comfy.ldm.flux.layers.timestep_embedding"]),
+        ("a hook on all", ["torch.nn.modules.module._global_forward_hooks"]),
+    ],
+)  # fmt: skip
+def test_code_that_is_replaced_by_what_is_in_no_pack_is_found(alone: Group, what: str, names: list[str]) -> None:
+    """Workers have the original, and would give another picture in silence."""
+    assert alone.run(f"{REPLACED}replaced_without_a_pack", what=what) == [names]
+
+
 @pytest.mark.parametrize("inside", [False, True], ids=["in a prompt", "in blocks"])
 def test_gligen_whose_code_a_pack_has_replaced_is_refused_by_name(alone: Group, inside: bool) -> None:
     (why,) = alone.run(f"{REPLACED}why_no_gligen", inside=inside)

@@ -153,7 +153,7 @@ def test_a_model_that_ksampler_has_put_a_lora_on_is_the_files_still(server: Serv
 
 
 FILES = {"FLUX": "flux_dev.safetensors", "SDXL": "unets/unet.safetensors", "Wan": "wan_t2v.safetensors"}
-CODE = ("method", "partial", "closure", "all_blocks", "attributes", "class", "other_attribute")
+CODE = ("method", "partial", "closure", "all_blocks", "attributes", "class", "other_attribute", "borrowed")
 OBJECT_PATCHES = ("object patch: class", "object patch: function")
 
 
@@ -176,14 +176,21 @@ def test_code_of_a_pack_that_a_node_puts_onto_a_network_for_good_runs_in_the_wor
     assert apart(got, want) <= BAR
     assert apart(got, plain) > 100 * BAR, "it does something"
     assert "on 2 worker(s): sampled in" in unets.log(since)
+    again = [code_graph(file, kind, parallel, network) for parallel in (None, two)]
+    for one in again:
+        one["sampler"]["inputs"]["seed"] += 1
+    want, got = (latent_of(unets.client.run(one)) for one in again)
+    assert apart(got, want) <= BAR, "of the same MODEL, once more"
     if kind in OBJECT_PATCHES:
         assert apart(latent_of(unets.client.run(code_graph(file, "nothing", two, network))), plain) <= BAR
 
 
-def test_code_on_a_network_that_cannot_be_sent_is_sampled_by_comfyui_by_name(unets: Server) -> None:
+@pytest.mark.parametrize("kind", ["unsendable", "made_class"])
+def test_code_on_a_network_that_cannot_be_sent_is_sampled_by_comfyui_by_name(unets: Server, kind: str) -> None:
     file, two = own_file(unets, FILES["FLUX"]), Parallel(devices="cpu,cpu")
-    want, since = latent_of(unets.client.run(code_graph(file, "unsendable", None, "FLUX"))), unets.log_size()
-    assert apart(latent_of(unets.client.run(code_graph(file, "unsendable", two, "FLUX"))), want) <= BAR
+    want, since = latent_of(unets.client.run(code_graph(file, kind, None, "FLUX"))), unets.log_size()
+    assert apart(latent_of(unets.client.run(code_graph(file, kind, two, "FLUX"))), want) <= BAR
     log = unets.log(since)
-    assert re.search(r"runs this MODEL in ComfyUI's process.*_unsendable\.\S*forward contains a _thread\.lock", log)
+    what = {"unsendable": r"_unsendable\.\S*forward contains a _thread\.lock", "made_class": "Made"}[kind]
+    assert re.search(rf"runs this MODEL in ComfyUI's process.*{what}", log)
     assert "worker(s): sampled in" not in log

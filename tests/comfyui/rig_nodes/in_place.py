@@ -90,6 +90,21 @@ def _other_attribute(network: Any, block: Any) -> None:
     layer.forward = Activation(0.9)
 
 
+def _borrowed(network: Any, block: Any) -> None:
+    """A method of ComfyUI's own, of another block."""
+    block.forward = [one for one in network.modules() if type(one) is type(block)][-1].forward
+
+
+def _made_class(network: Any, block: Any) -> None:
+    """A class that no module has under its name."""
+    kind = type(block)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _scaled(kind.forward(self, *args, **kwargs), 0.9)
+
+    block.__class__ = type(f"{kind.__name__}Made", (kind,), {"forward": forward})
+
+
 def _unsendable(network: Any, block: Any) -> None:
     lock, original = threading.Lock(), block.forward
 
@@ -102,7 +117,18 @@ def _unsendable(network: Any, block: Any) -> None:
 
 IN_PLACE: dict[str, Callable[[Any, Any], None]] = {
     function.__name__.removeprefix("_"): function
-    for function in (_method, _partial, _closure, _all_blocks, _attributes, _class, _other_attribute, _unsendable)
+    for function in (
+        _method,
+        _partial,
+        _closure,
+        _all_blocks,
+        _attributes,
+        _class,
+        _other_attribute,
+        _borrowed,
+        _made_class,
+        _unsendable,
+    )
 }
 
 
