@@ -246,7 +246,8 @@ class Runtime:
                     self._current(placement, comfy, self._unless_closing)
                     self._last_used_at = time.monotonic()
         except ParallelError as error:
-            log.debug("[CP] no workers started ahead: %s", error)
+            if not self._closing.is_set():
+                log.warning("[CP] workers did not start ahead of a run, which will start them again: %s", error)
 
     def _unless_closing(self) -> None:
         if self._closing.is_set():
