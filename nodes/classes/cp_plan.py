@@ -25,6 +25,7 @@ from ...parallel_runtime.group.history import RunSetup
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.group.this_machine import checked_plan
 from ...parallel_runtime.loading.code_names import Unsendable
+from ...parallel_runtime.loading.model_kinds import controls_of
 from ...parallel_runtime.loading.replaced_code import replaced_in_loop
 from ...parallel_runtime.planning.request_checks import LEAST_STEPS
 from ...parallel_runtime.planning.run_plan import RunPlan
@@ -32,7 +33,7 @@ from ...parallel_runtime.request import ParallelRequest
 from ..describe.foreign_code import check_loop, why_native
 from ..describe.host import announce_refusals
 from ..describe.model import DescribedModel, describe_model
-from ..describe.model_files import Conds, controls_of, describer, weight_bytes
+from ..describe.model_files import Conds, describer, weight_bytes
 from ..describe.sampling_job import check_conds, check_latent, describe_conds, describe_on_model, text_tokens
 from ..describe.vae import explain_decode
 from ..remote.comparing import compared_rows, expanded

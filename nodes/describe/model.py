@@ -38,6 +38,7 @@ from ...parallel_runtime.jobs import Described
 from ...parallel_runtime.loading.code_names import Unsendable, is_comfyui, is_of_a_pack, qualified_name, reference
 from ...parallel_runtime.loading.fingerprint import stat_file
 from ...parallel_runtime.loading.mapped import Mapped, has_dynamic_vram, load_mapped
+from ...parallel_runtime.loading.model_kinds import controls_of
 from ...parallel_runtime.loading.object_codec import Describer
 from ...parallel_runtime.planning.network_stats import NetworkStats, Work
 from ...parallel_runtime.planning.request_checks import check_run_in_patches
@@ -48,7 +49,7 @@ from . import model_patches
 from .batch_coupling import is_batch_coupled, network_couples_images
 from .foreign_code import CodeForGood, check_hooks, check_layers, check_model, layers_of_packs, replaced_on
 from .host import plan_inputs
-from .model_files import Conds, controls_of, count_residuals, describer, gligens_of, weight_bytes
+from .model_files import Conds, count_residuals, describer, gligens_of, weight_bytes
 from .model_source import changed_attributes, code_in_place, spec_by_node
 from .vae import encode_bytes
 

@@ -119,16 +119,6 @@ def source_file(loaded: Any) -> SourceFile:
     return file
 
 
-def controls_of(conds: Conds) -> list[ControlBase]:
-    """Returns all ControlNets of these conditions, each once, with those that they are chained to."""
-    controls: dict[ControlBase, None] = {}
-    for control in (cond.get("control") for prompt in conds.values() for cond in prompt):
-        while control is not None:
-            controls[control] = None
-            control = control.previous_controlnet
-    return list(controls)
-
-
 def gligens_of(conds: Conds) -> list[ModelPatcher]:
     """Returns the GLIGEN models of these conditions, each once; they make a box for each image of a batch."""
     models = (cond["gligen"][1] for prompt in conds.values() for cond in prompt if cond.get("gligen"))

@@ -258,11 +258,11 @@ def make_room(patcher: WorkerModelPatcher, workspace_bytes: int) -> None:
     gone = [one for one in _counted if not one.group.alive or one.group.models.get(one.spec) is not one]
     loaded[:] = [one for one in loaded if all(one.model not in model.patchers for model in gone)]
     _counted[:] = [model for model in _counted if model not in gone]
-    here = [one for one in loaded if one.device == patcher.load_device]
-    if patcher.load_device == own or not all(isinstance(one.model, WorkerModelPatcher) for one in here):
+    on_device = [one for one in loaded if one.device == patcher.load_device]
+    if patcher.load_device == own or not all(isinstance(one.model, WorkerModelPatcher) for one in on_device):
         comfy.model_management.load_models_gpu([patcher], memory_required=workspace_bytes)
         return
-    listed = next((one for one in here if one.model is patcher), None)
+    listed = next((one for one in on_device if one.model is patcher), None)
     if listed is None:
         listed = comfy.model_management.LoadedModel(patcher)
         listed.model_load()

@@ -28,6 +28,7 @@ from ...parallel_runtime.group.this_machine import checked_plan
 from ...parallel_runtime.jobs import TWO_MODEL_GUIDERS, SamplingJob
 from ...parallel_runtime.loading import code_names
 from ...parallel_runtime.loading.code_names import Unsendable, is_of_a_pack, qualified_name, reference
+from ...parallel_runtime.loading.model_kinds import controls_of
 from ...parallel_runtime.loading.pack_states import note_unequal
 from ...parallel_runtime.loading.random_states import set_random_states
 from ...parallel_runtime.loading.replaced_code import forget_put_back, note_refused
@@ -36,7 +37,6 @@ from ...parallel_runtime.request import ParallelRequest
 from ..describe.foreign_code import why_native
 from ..describe.host import announce_refusals, comfy_setup
 from ..describe.model import DescribedModel, describe_model, unwrap_sampler, uses_network
-from ..describe.model_files import controls_of
 from ..describe.model_patches import WRAPPER_KEY
 from ..describe.sampling_job import (
     FULL_RUN_OPTIONS,

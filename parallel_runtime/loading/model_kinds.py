@@ -149,3 +149,13 @@ MODEL_KINDS = {
     "sampling": Kind(_is_sampling, _describe_sampling, _rebuild_sampling),
     "network": Kind(of_types(nn.Module), _describe_network, _rebuild_network),
 }
+
+
+def controls_of(conds: dict[str, Any]) -> list[ControlBase]:
+    """Returns all ControlNets of these conditions, each once, with those that they are chained to."""
+    controls: dict[ControlBase, None] = {}
+    for control in (cond.get("control") for prompt in conds.values() for cond in prompt):
+        while control is not None:
+            controls[control] = None
+            control = control.previous_controlnet
+    return list(controls)

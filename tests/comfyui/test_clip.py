@@ -75,9 +75,13 @@ def result(server: Server, graph: Graph) -> torch.Tensor:
 def both(server: Server, which: str, parallel: Parallel | None, *steps: dict[str, Any], **encoder: Any) -> torch.Tensor:
     """What ComfyUI alone and CP CLIP make is equal to the bit; the workers did it."""
     encoder = encoder or {"class_type": "CLIPTextEncode", "text": PROMPT}
-    want = result(server, encoding(which, False, *steps, **encoder))
-    since = server.log_size()
-    got = result(server, encoding(which, parallel, *steps, **encoder))
+    return encoded_alike(server, *(encoding(which, each, *steps, **encoder) for each in (False, parallel)))
+
+
+def encoded_alike(server: Server, native: Graph, ours: Graph) -> torch.Tensor:
+    """What both graphs make, the second one in the workers, is equal to the bit."""
+    want, since = result(server, native), server.log_size()
+    got = result(server, ours)
     log = server.log(since)
     assert ENCODED in log, "the workers were not asked"
     assert NATIVELY not in log

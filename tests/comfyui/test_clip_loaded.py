@@ -17,7 +17,7 @@ from ..zoo.encoder_options import OPTIONS
 from .client import Graph, NodeError
 from .graphs import Parallel
 from .server import Server
-from .test_clip import ENCODED, LAYER, LORA, NATIVELY, PROMPT, clips, encoding, hooked, result
+from .test_clip import ENCODED, LAYER, LORA, NATIVELY, PROMPT, clips, encoded_alike, encoding, hooked, result
 from .test_clip_stages import STAGED, limited
 from .test_shared_pages import mapped_bytes
 from .vae_graphs import TWO, node
@@ -65,13 +65,7 @@ def loaded(which: str, parallel: Parallel | None, *steps: Graph, text: str = PRO
 
 
 def both(server: Server, which: str, *steps: Graph) -> torch.Tensor:
-    want, since = result(server, loaded(which, None, *steps)), server.log_size()
-    got = result(server, loaded(which, TWO, *steps))
-    log = server.log(since)
-    assert ENCODED in log, "the workers were not asked"
-    assert NATIVELY not in log
-    assert torch.equal(got, want)
-    return want
+    return encoded_alike(server, loaded(which, None, *steps), loaded(which, TWO, *steps))
 
 
 @pytest.mark.parametrize("which", LOADERS)

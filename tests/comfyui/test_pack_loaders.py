@@ -18,7 +18,7 @@ from .client import Graph, NodeError
 from .graphs import Parallel, with_loras
 from .latents import apart, latent_of
 from .server import Server
-from .test_clip import ENCODED, LAYER, LORA, NATIVELY, ONE, PROMPT, clips, encoding, result
+from .test_clip import ENCODED, LAYER, LORA, NATIVELY, ONE, PROMPT, clips, encoded_alike, encoding, result
 from .test_clip_stages import FETCHED, STAGED, limited
 from .test_foreign import FLUX, plain
 from .test_kin import link, node
@@ -160,14 +160,7 @@ def text(
 
 
 def both(server: Server, which: str, parallel: Parallel, *steps: Graph) -> torch.Tensor:
-    want, since = result(server, text(which, False, *steps)), server.log_size()
-    got = result(server, text(which, parallel, *steps))
-    log = server.log(since)
-    assert ENCODED in log, "the workers were not asked"
-    assert NATIVELY not in log
-    assert torch.isfinite(want).all()
-    assert torch.equal(got, want)
-    return want
+    return encoded_alike(server, text(which, False, *steps), text(which, parallel, *steps))
 
 
 @pytest.mark.parametrize("parallel", [ONE, TWO], ids=["one worker", "two"])

@@ -26,16 +26,6 @@ from ..models import Model
 log = logging.getLogger(__name__)
 
 
-def of_conds(conds: dict[str, list[dict[str, Any]]]) -> list[ControlBase]:
-    """Returns all ControlNets of these conditions, each once, with those that they are chained to."""
-    controls: dict[ControlBase, None] = {}
-    for control in (cond.get("control") for branch in conds.values() for cond in branch):
-        while control is not None:
-            controls[control] = None
-            control = control.previous_controlnet
-    return list(controls)
-
-
 @contextmanager
 def own_entries(controls: Iterable[ControlBase], dim: MeshDim) -> Iterator[None]:
     """Has the networks of these ControlNets, which a run has prepared, compute only the entries of this batch group in

@@ -30,6 +30,7 @@ from ...engine.split.streams import PipeFusion
 from ...errors import Refused
 from ...jobs import TWO_MODEL_GUIDERS, SamplingJob
 from ...loading.code_names import named, packs_named
+from ...loading.model_kinds import controls_of
 from ...loading.object_codec import Rebuilder, described_plainly
 from ...loading.pack_states import changed_globals, changed_states, check_states, set_globals, set_objects
 from ...loading.random_states import random_states, set_random_states
@@ -37,7 +38,7 @@ from ..batch_groups import SamplerNoise, all_gather, entry_by_entry, local_items
 from ..progress import Progress
 from ..step_cache import StepCache
 from .comfy_model import ComfyModel, import_packs
-from .control_division import divided, of_conds, own_entries
+from .control_division import divided, own_entries
 from .patcher import RankPatcher
 
 KEY = "context_parallel"
@@ -73,7 +74,7 @@ def run(model: ComfyModel, job: SamplingJob, progress: Progress) -> dict[str, An
     for (of_model, _), made_patcher, on_model in zip(pairs, patchers, made["models"], strict=True):
         _put_on(made_patcher, of_model, on_model, job)
     conds, guider = made["conds"], _guider(job, patchers, made)
-    controls = of_conds(conds)
+    controls = controls_of(conds)
     noise = SamplerNoise(model.device, job.generator_kind, model.mesh.context.group_state)
     patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, Branches(model, job, progress, noise))
     together = job.batch_coupled or job.images_coupled
