@@ -80,10 +80,11 @@ def _leave_out_what_waits(config: pytest.Config, items: list[pytest.Item]) -> No
 
 
 def _of_this_day(path: Path, cases: list[pytest.Item]) -> list[pytest.Item]:
-    """Returns the cases of a file that run today, at least one."""
+    """Returns the cases of a file that run today, at least one: neighbours, which have fixtures in common."""
     days = int(os.environ.get(DAYS) or 1) if path.relative_to(TESTS).parts[0] in SLOW else 1
     parts = min(days, len(cases))
-    return cases[day() % parts :: parts]
+    part = day() % parts
+    return cases[len(cases) * part // parts : len(cases) * (part + 1) // parts]
 
 
 def _shares(item: pytest.Item) -> list[int | None]:
