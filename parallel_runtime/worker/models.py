@@ -1,6 +1,7 @@
 """The models of this rank: loaded when a job names one, parallelized as it asks, and kept until the host frees them."""
 
 import gc
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -14,20 +15,21 @@ from ..architectures import Architecture
 from ..architectures.network_modules import blocks_of
 from ..architectures.row_plan import RowPlan
 from ..engine.attention.attention_override import backend_override
-from ..engine.comm.collectives import all_to_all, any_rank, refuse_on_all_ranks
+from ..engine.comm.collectives import all_to_all, any_rank, differing_ranks, refuse_on_all_ranks
 from ..engine.comm.mesh import ContextMesh, GroupState, MeshDim, build_mesh, end_groups, with_new_group
-from ..engine.comm.ranks import BlockCounter, can_allocate, empty_cache
+from ..engine.comm.ranks import BlockCounter, can_allocate, empty_cache, machine, machine_count, rank
 from ..engine.cuda_graphs import compile_blocks
 from ..engine.graph_runner import GraphRunner
 from ..engine.parallelize import parallelize, unparallelize
 from ..engine.prefetch import Buffers, RankPlacement, rank_placement
 from ..engine.stages import PlaceholderBlock, Stages
+from ..errors import Refused
 from ..jobs import Job
+from ..loading.fingerprint import check_unchanged, file_fingerprint
 from ..request import AfterSampling
-from ..specs import Compilation, ModelSpec, Parallelism, WeightPlacement
+from ..specs import Compilation, ModelSpec, Parallelism, SourceFile, WeightPlacement
 from ..wire.messages import Run
 from .batch_groups import broadcast_if_unlike, data_parallel
-from .links import check_files
 from .progress import Progress
 
 CPU = torch.device("cpu")
@@ -318,3 +320,20 @@ class Models:
             weights = self._shard_dims.pop(shape, None)
             end_groups([*self._meshes.pop(shape).dims, *([weights] if weights else [])])
             self._placements = {key: value for key, value in self._placements.items() if key[1] != shape}
+
+
+def check_files(files: Sequence[SourceFile]) -> None:
+    """Raises Refused for the first file that has changed since it was described, or, on another machine than
+    ComfyUI's, is missing or another file than there. Collective where there are several machines."""
+    several = machine_count() > 1
+    # By samples of the weights: files of one architecture may have equal names and sizes. Times may differ.
+    found = [file_fingerprint(file.path) if several and os.path.isfile(file.path) else "" for file in files]
+    # All of them before a refusal: one that refused would leave the other ranks waiting in the next comparison.
+    differing = [differing_ranks(each) if several else [] for each in found]
+    for file, other_ranks in zip(files, differing, strict=True):
+        if several and not os.path.isfile(file.path):
+            raise Refused("file.missing", path=file.path)
+        if rank() in other_ranks:
+            raise Refused("file.other", path=file.path)
+        if machine() == 0:
+            check_unchanged(file)

@@ -18,7 +18,6 @@ from ..zoo import vaes  # isort: skip
 
 describe, errors = node_module("describe.model_files"), pack_module("parallel_runtime.errors")
 files = node_module("describe.model_files")
-control_division = pack_module("parallel_runtime.worker.comfy_loop.control_division")
 model_kinds = pack_module("parallel_runtime.loading.model_kinds")
 mesh = pack_module("parallel_runtime.engine.comm.mesh")
 additional_models = pack_module("parallel_runtime.worker.comfy_loop.additional_models")
@@ -47,7 +46,7 @@ def rows_that_its_network_has(rank: int, world: int, batch: int, index: int) -> 
     second.previous_controlnet, network = first, second.control_model
     controls = model_kinds.controls_of({"positive": [{"control": second}], "negative": [{"control": second}]})
     given = {"x": torch.arange(batch), "hint": torch.arange(1), "control_type": [3], "y": torch.arange(batch)}
-    with control_division.own_entries(controls, mesh.MeshDim(size=2, index=index)):
+    with additional_models.own_entries(controls, mesh.MeshDim(size=2, index=index)):
         network(**given)
         first.control_model(**given)
     network(**given)

@@ -23,7 +23,7 @@ PLACES = {  # module, function, which call of it
     "join": ("parallel_runtime.engine.comm.ranks", "join", 1),
     "received": ("parallel_runtime.engine.comm.collectives", "Pending.wait", 1),
     "connect": ("parallel_runtime.wire.channel", "Channel.connect", 1),
-    "start": ("parallel_runtime.worker.links", "bytes_per_second", 1),
+    "start": ("parallel_runtime.worker.serve", "measured_speeds", 1),
     "load": ("parallel_runtime.worker.models", "check_files", 1),
     "loaded": ("parallel_runtime.worker.comfy_loop.comfy_model", "load", 1),
     "evaluation": ("parallel_runtime.worker.models", "Model.data_parallel", 3),

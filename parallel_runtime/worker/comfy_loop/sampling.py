@@ -37,8 +37,8 @@ from ...loading.random_states import random_states, set_random_states
 from ..batch_groups import SamplerNoise, all_gather, entry_by_entry, local_items
 from ..progress import Progress
 from ..step_cache import StepCache
+from .additional_models import divided, own_entries
 from .comfy_model import ComfyModel, import_packs
-from .control_division import divided, own_entries
 from .patcher import RankPatcher
 
 KEY = "context_parallel"
