@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from types import SimpleNamespace
 from typing import Any
 
 from ..architectures.cases import error, forward
@@ -22,7 +23,7 @@ describe, remote_model, coupling = (
 )
 sampling_job, model_patches = node_module("describe.sampling_job"), node_module("describe.model_patches")
 sampling = pack_module("parallel_runtime.worker.comfy_loop.sampling")
-evaluation = pack_module("parallel_runtime.worker.comfy_loop.evaluation")
+comfy_model = pack_module("parallel_runtime.worker.comfy_loop.comfy_model")
 weights = pack_module("parallel_runtime.worker.comfy_loop.patcher")
 network_stats = pack_module("parallel_runtime.planning.network_stats")
 bundles = pack_module("parallel_runtime.wire.bundles")
@@ -40,11 +41,11 @@ PATCHES = {
 
 def reached(rank: int, world: int, name: str, kept: bool) -> str:
     """Why a forward with a tensor in these transformer_options is not recorded; "" where it is."""
-    reach = pack_module("parallel_runtime.worker.comfy_loop.comfy_model")
     try:
         value = [{"k": torch.zeros(1)}] if kept else torch.zeros(1)
-        reach.recordable_arguments({"transformer_options": {name: value}}, None)
-    except reach.Unrecordable as why:
+        options = {"transformer_options": {name: value}}
+        comfy_model.ComfyModel.recordable_arguments(SimpleNamespace(attention=None), options)
+    except comfy_model.Unrecordable as why:
         return str(why)
     return ""
 
@@ -65,7 +66,7 @@ def stepwise(rank: int, world: int) -> dict[str, float]:
             call_arguments=each, options=options, cond_number=1, cond_arguments=received, weight_patches={},
             batch_coupled=False, method=method,
         )  # fmt: skip
-        return evaluation.evaluate(model, job, _progress())["out"]
+        return comfy_model.evaluate(model, job, _progress())["out"]
 
     differing = {}
     for name, case in (CASES | UNDIVIDED).items():
@@ -190,7 +191,7 @@ def rows_evaluated(rank: int, world: int, patches: str) -> dict[str, Any]:
         weight_patches={},
         batch_coupled=coupling.network_couples_batch(model.network, options),
     )
-    answer = evaluation.evaluate(model, job, _progress())
+    answer = comfy_model.evaluate(model, job, _progress())
     return {"given": seen, "out": len(answer["out"])}
 
 

@@ -82,8 +82,7 @@ def start(setup: ComfySetup, device: torch.device) -> tuple[dict[type, Loop], di
     from ...loading.mapped import note_missing
     from . import autoencoder, text_encoder  # comfy can be imported only now
     from .additional_models import AdditionalModels
-    from .comfy_model import load
-    from .evaluation import evaluate
+    from .comfy_model import evaluate, load
     from .sampling import run
 
     note_missing()

@@ -52,24 +52,17 @@ def load(spec: ModelSpec, device: torch.device, on_progress: Callable[[float], N
     if machine():
         return VAE(spec, nn.Identity(), device=device)
     try:
-        return VAE(spec, build(spec, job.weights, device), device=device)
+        model = made_divisible(native_vae(spec, job.weights).first_stage_model)
     except OSError as error:
         raise Refused("vae.file", error=str(error)) from None
-
-
-def build(spec: ModelSpec, weights: Mapping[str, Tensor] | None, device: torch.device) -> nn.Module:
-    """Returns the autoencoder that `spec` describes, made divisible. Raises Refused."""
-    model = native_vae(spec, weights).first_stage_model
-    return made_divisible(model).eval().requires_grad_(False).to(device)
+    return VAE(spec, model.eval().requires_grad_(False).to(device), device=device)
 
 
 def native_vae(spec: ModelSpec, weights: Mapping[str, Tensor] | None) -> comfy.sd.VAE:
     """Returns ComfyUI's VAE of `spec`, in main memory. Raises Refused where this ComfyUI builds another one."""
     dtype = getattr(torch, spec.weight_dtype)
     if spec.loader:
-        with noted_vaes() as made, calls_loader(Mapped):
-            named(spec.loader)(*json.loads(spec.arguments))
-        (vae,) = made
+        vae = _loaded_vae(spec)
     else:
         if weights is None:
             raise Refused("vae.weights")
@@ -84,9 +77,8 @@ def native_vae(spec: ModelSpec, weights: Mapping[str, Tensor] | None) -> comfy.s
     return vae
 
 
-@contextmanager
-def noted_vaes() -> Iterator[list[comfy.sd.VAE]]:
-    """Yields a list of the VAEs that ComfyUI's loaders make in this context: they return a VAE's patcher alone."""
+def _loaded_vae(spec: ModelSpec) -> comfy.sd.VAE:
+    """Returns the VAE that a loader of ComfyUI's makes, which returns the VAE's patcher alone."""
     kind, made = comfy.sd.VAE, list[comfy.sd.VAE]()
 
     def make(*args: Any, **kwargs: Any) -> comfy.sd.VAE:
@@ -95,9 +87,12 @@ def noted_vaes() -> Iterator[list[comfy.sd.VAE]]:
 
     comfy.sd.VAE = make
     try:
-        yield made
+        with calls_loader(Mapped):
+            named(spec.loader)(*json.loads(spec.arguments))
     finally:
         comfy.sd.VAE = kind
+    (vae,) = made
+    return vae
 
 
 def made_divisible(model: nn.Module) -> nn.Module:
@@ -131,29 +126,39 @@ def uniform_chunk_bytes(function: str, bytes_: int, local_rows: int, rows: int) 
 
 def run(trials: Trials, vae: VAE, job: VAEJob, progress: Progress) -> dict[str, Any]:
     """Returns {"random_states": as the run left them}. Raises Refused, on all ranks at the same place."""
-    # On ComfyUI's machine alone: pixels are too large to send to others.
-    tiles = COMPARED[vae.spec.kind].tiles
-    shape = tuple(job.x.shape)
+    if machine():  # pixels are too large to send to other machines than ComfyUI's
+        return {"random_states": random_states(vae.device)}
+    shape, tiles = tuple(job.x.shape), COMPARED[vae.spec.kind].tiles
     parts = tiles.grid(vae.network, job.method, shape).count if tiles else max(shape[-2:]) // job.unit
-    ranks = participating_ranks(_parts_by_rank(parts, tuple(job.shares)), vae.device) if machine() == 0 else None
-    if ranks is not None and tiles is not None:
+    sizes = list(chunk_sizes(parts, tuple(job.shares) or len(machine_ranks())))
+    if not sizes[0]:  # rank 0, which reports for all, has a row or tile
+        sizes[sizes.index(max(sizes))] -= 1
+        sizes[0] = 1
+    if (ranks := participating_ranks(sizes, vae.device)) is None:
+        return {"random_states": random_states(vae.device)}
+    # The full result is a view of ComfyUI's own memory.
+    assert job.output is not None
+    dtype, memory = getattr(torch, job.dtype), mmap.mmap(job.output, 0)
+    flat = torch.frombuffer(memory, dtype=dtype, count=prod(job.shape), offset=job.offset * dtype.itemsize)
+    output = flat.view(job.shape)
+    if tiles is not None:
         set_random_states(job.random_states, vae.device)
         tick = _tile_reporter(progress, ranks, parts)
-        run_tiles(vae.network, tiles, job.method, job.x, ranks, vae.device, place=_output(job), tick=tick)
-    elif ranks is not None:
+        run_tiles(vae.network, tiles, job.method, job.x, ranks, vae.device, place=output, tick=tick)
+    else:
         share = share_of(job.x, job.unit, ranks)
         chunked = partial(uniform_chunk_bytes, COMPARED[vae.spec.kind].chunk_size, job.chunk_bytes)
         work = Conversion(vae.network, job.method, vae.device, chunked)
         _test(trials, vae.spec, work, job.x, share)
         set_random_states(job.random_states, vae.device)
         with report_progress(progress, ranks, vae.network, job) as tick:
-            work.run(job.x, share, place=share.split(_output(job)), tick=tick)
+            work.run(job.x, share, place=share.split(output), tick=tick)
     return {"random_states": random_states(vae.device)}
 
 
 def _test(trials: Trials, spec: ModelSpec, work: Conversion, x: Tensor, share: Share) -> None:
     """Compares a small conversion on these ranks with one on a single rank, once for each spec, method and set of
-    ranks. Raises Refused, on all ranks, where they differ."""
+    ranks. Raises Refused, on all ranks, where they differ by more than rounding."""
     if share.ranks.size == 1:
         return
     key = (spec, work.method, share.ranks.ranks, share.dim, x.ndim == 5 and x.shape[2] > 1)
@@ -161,49 +166,29 @@ def _test(trials: Trials, spec: ModelSpec, work: Conversion, x: Tensor, share: S
         trials[key] = None
         try:
             with refuse_on_all_ranks(share.ranks):
-                _compare(work, x, share)
+                try:
+                    error, allowed = work.self_test(x, share), error_limit(x.dtype)
+                except Unsplittable as refused:
+                    raise Refused("vae.undivided", detail=refused.detail) from None
+                if not error <= allowed:
+                    raise Refused("vae.inexact", error=f"{error:.1e}", allowed=f"{allowed:.0e}")
         except Refused as failed:
             trials[key] = failed
-    if (refused := trials[key]) is not None:
-        raise refused.with_traceback(None)
-
-
-def _output(job: VAEJob) -> Tensor:
-    """Returns the full result, as a view of ComfyUI's own memory."""
-    assert job.output is not None
-    dtype = getattr(torch, job.dtype)
-    memory = mmap.mmap(job.output, 0)
-    flat = torch.frombuffer(memory, dtype=dtype, count=prod(job.shape), offset=job.offset * dtype.itemsize)
-    return flat.view(job.shape)
-
-
-def _parts_by_rank(parts: int, shares: tuple[int, ...]) -> list[int]:
-    """Returns how many rows, or tiles, each rank of ComfyUI's machine has. Rank 0, which reports for all, has some."""
-    sizes = list(chunk_sizes(parts, shares or len(machine_ranks())))
-    if not sizes[0]:
-        sizes[sizes.index(max(sizes))] -= 1
-        sizes[0] = 1
-    return sizes
-
-
-def _compare(work: Conversion, x: Tensor, share: Share) -> None:
-    """Raises Refused where a conversion divided over ranks differs from one on a single rank by more than rounding."""
-    try:
-        error = work.self_test(x, share)
-    except Unsplittable as refused:
-        raise Refused("vae.undivided", detail=refused.detail) from None
-    allowed = error_limit(x.dtype)
-    if not error <= allowed:
-        raise Refused("vae.inexact", error=f"{error:.1e}", allowed=f"{allowed:.0e}")
+    if (known := trials[key]) is not None:
+        raise known.with_traceback(None)
 
 
 @contextmanager
 def report_progress(progress: Progress, ranks: MeshDim, model: nn.Module, job: VAEJob) -> Iterator[Callable[[], None]]:
     """Reports heartbeats and frames, and cancels all ranks together, while a VAE runs in this context. Yields a
     function to call before each divided function."""
-    ticks, frames = count(1), 0
+    ticks, frames, layer = count(1), 0, None
     total = (job.shape if job.method == "decode" else job.x.shape)[2] if job.x.ndim == 5 else 0
-    layer = _frame_layer(model, job.method) if total > 1 else None
+    # Every frame passes the decoder's last convolution, or the encoder's first, once.
+    part = getattr(model, "decoder" if job.method == "decode" else "encoder", None)
+    if total > 1 and part is not None:
+        convs = [module for module in part.modules() if isinstance(module, nn.Conv2d | nn.Conv3d)]
+        layer = convs[-1 if job.method == "decode" else 0] if convs else None
 
     def tick() -> None:
         progress.heartbeat()
@@ -235,10 +220,3 @@ def _tile_reporter(progress: Progress, ranks: MeshDim, tiles: int) -> Callable[[
             progress.report_done(done + 1, tiles)
 
     return tick
-
-
-def _frame_layer(model: nn.Module, method: str) -> nn.Module | None:
-    """Returns a layer that every frame passes once: the decoder's last convolution, or the encoder's first."""
-    part = getattr(model, "decoder" if method == "decode" else "encoder", None)
-    convs = [module for module in part.modules() if isinstance(module, nn.Conv2d | nn.Conv3d)] if part else []
-    return (convs[-1] if method == "decode" else convs[0]) if convs else None

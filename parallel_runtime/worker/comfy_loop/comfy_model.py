@@ -1,11 +1,12 @@
-"""One of ComfyUI's models on this rank: ComfyUI's own ModelPatcher, its weight patches, and a job's clone."""
+"""One of ComfyUI's models on this rank: ComfyUI's own ModelPatcher, its weight patches, and a job's clone; and an
+EvaluationJob: one call of its network for a sampler that runs in ComfyUI's process."""
 
 from __future__ import annotations
 
 import json
 import uuid
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import itemgetter
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from comfy.controlnet import ControlBase
 from comfy.patcher_extension import WrappersMP
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...architectures import architecture_of
 from ...architectures.network_modules import blocks_of
@@ -25,14 +26,15 @@ from ...engine.comm.mesh import MeshDim
 from ...engine.comm.ranks import rank
 from ...engine.graph_runner import Unrecordable
 from ...engine.prefetch import RankPlacement
-from ...errors import Refused
-from ...jobs import Described, Job, SamplingJob
+from ...errors import Refused, quoted
+from ...jobs import MAX_CACHED_CONDS, Described, EvaluationJob, Job, SamplingJob, is_outer_method
 from ...loading.code_names import asked, import_pack, named, packs_named, qualified_name
 from ...loading.mapped import load_mapped, load_same, network_fingerprint
 from ...loading.object_codec import PLAIN, rebuild
 from ...loading.replaced_code import check_replaced, replaced_code
 from ...specs import Compilation, ModelSpec, Parallelism
 from ..models import Model
+from ..progress import Progress
 from ..step_cache import StepCache
 from .additional_models import AdditionalModels
 from .patcher import UNLIMITED_BYTES, DynamicVram, OffloadSet, RankPatcher, WeightState, unload
@@ -41,6 +43,7 @@ PRECISIONS = (torch.float32, torch.float16, torch.bfloat16)  # those that older 
 OPTIONS = "transformer_options"
 OVERRIDE = "optimized_attention_override"
 UNUSED_OPTIONS = ("uuids", "callbacks")  # for the loop around the network, which does not read them
+FORWARDS = ("forward", "_forward")  # ComfyUI's process may have done what `forward` does beside `_forward`
 OUTER_WRAPPERS = {value for name, value in vars(WrappersMP).items() if name.isupper()} - {WrappersMP.DIFFUSION_MODEL}
 
 
@@ -60,7 +63,7 @@ class ComfyModel(Model):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.graph_runner.visible_kwargs = lambda kwargs: recordable_arguments(kwargs, self.attention)
+        self.graph_runner.visible_kwargs = self.recordable_arguments
         self.graph_runner.settings = self.replaced_attributes
         self.patcher.weight_state.on_move = self.graph_runner.discard
         if self.partner is not None:
@@ -181,6 +184,26 @@ class ComfyModel(Model):
             return "it keeps keys of its prompt from step to step"
         return super().unrecordable_reason()
 
+    def recordable_arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Returns the `kwargs` of the network's call without options that its code does not read.
+
+        Raises Unrecordable for code that runs inside the network: it may decide by value, or change from step to step;
+        and for tensors in lists or dicts, where the network may store its own, as causal Wan does."""
+        if (all_options := kwargs.get(OPTIONS)) is None:
+            return kwargs
+        options = {name: value for name, value in all_options.items() if name not in UNUSED_OPTIONS}
+        wrappers = {kind: by_key for kind, by_key in options.pop("wrappers", {}).items() if kind not in OUTER_WRAPPERS}
+        patches, replaced = options.get("patches") or {}, options.get("patches_replace") or {}
+        for what, by_kind in ("wrappers", wrappers), ("patches", patches), ("replaced blocks", replaced):
+            if kinds := sorted(str(kind) for kind, functions in by_kind.items() if functions):
+                raise Unrecordable(f"{what} inside the network ({', '.join(kinds)})")
+        if options.get(OVERRIDE) is not self.attention:
+            raise Unrecordable("a node replaces the attention")
+        for name, value in options.items():
+            if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value) if leaf is not value):
+                raise Unrecordable(f"the network may keep something in {name}")
+        return {**kwargs, OPTIONS: options}
+
     def clone(self, patches: Described | None, on_progress: Callable[[float], None]) -> RankPatcher:
         """Returns a MODEL with `patches`, as `describe_weight_patches` describes them, of `spec.patches_fingerprint`.
         None stands for the last job's; raises Refused if those were others."""
@@ -259,22 +282,12 @@ def import_loader(spec: ModelSpec) -> None:
 def load(
     additional: AdditionalModels, spec: ModelSpec, device: torch.device, on_progress: Callable[[float], None], job: Job
 ) -> ComfyModel:
-    """Loads the model, and that of the negative prompt. Raises Refused where this rank cannot. Collective."""
+    """Loads the model, after that of the negative prompt. Raises Refused where this rank's ComfyUI has the weights in
+    another dtype than the host's, or the node that made a pack's MODEL makes another one. Collective."""
     if isinstance(job, SamplingJob):
         import_packs(job.packs, job.pack_files)  # they may have replaced classes of layers
-    for one in (spec, spec.partner):
-        if one is not None:
-            import_loader(one)
-    partner = None if spec.partner is None else _load(additional, spec.partner, device, on_progress)
-    return _load(additional, spec, device, on_progress, partner)
-
-
-def _load(
-    additional: AdditionalModels, spec: ModelSpec, device: torch.device, on_progress: Callable[[float], None],
-    partner: ComfyModel | None = None,
-) -> ComfyModel:  # fmt: skip
-    """Loads one model. Raises Refused where this rank's ComfyUI has the weights in another dtype than the host's, or
-    the node that made a pack's MODEL makes another one."""
+    import_loader(spec)
+    partner = None if spec.partner is None else load(additional, spec.partner, device, on_progress, job)
     on_progress(0.0)
     patcher: Any = load_patcher(spec)
     if patcher is None:
@@ -309,22 +322,66 @@ def _out_of_json(value: dict[str, Any]) -> Any:
     return getattr(torch, value["torch.dtype"]) if value.keys() == {"torch.dtype"} else value
 
 
-def recordable_arguments(kwargs: dict[str, Any], attention: Any) -> dict[str, Any]:
-    """Returns the `kwargs` of a network's call without options that its code does not read; `attention` is ours.
+def evaluate(model: ComfyModel, job: EvaluationJob, progress: Progress) -> dict[str, Any]:
+    """Returns {"out": what the network gives: a tensor [B, C_out, (T,) H, W], or several in a list}."""
+    if asked and job.cond_arguments is not None:  # once a run; an earlier job's packs may have replaced code
+        model.check_replaced({}, loop=False)
+    patcher, device = model.clone(job.weight_patches, progress.loading), model.device
+    options: dict[str, Any] | None = None
+    if job.options is not None:
+        with model.additional.of_job(model) as load_additional:
+            options = rebuild(job.options, load_additional)
+        patcher.model_options["transformer_options"] = options  # so that ComfyUI loads the patches' models
+    model.load([patcher])
+    progress.heartbeat()
+    arguments = {**moved(job.call_arguments, device), **_cond_arguments(model, job, device)}
+    if job.method not in FORWARDS and not is_outer_method(job.method):
+        raise Refused("job.method", method=quoted(job.method), methods=", ".join(FORWARDS))
+    if model.spec.compute_dtype:  # a cp_config may set another one than ComfyUI's process computes in
+        times = job.call_arguments.keys() - {next(iter(job.call_arguments), ""), "control"}
+        dtype = getattr(torch, model.spec.compute_dtype)
+        arguments = {name: value if name in times else _cast(value, dtype) for name, value in arguments.items()}
+    if options is not None:
+        arguments["transformer_options"] = moved(options, device)
+        if model.attention is not None:
+            arguments["transformer_options"].setdefault("optimized_attention_override", model.attention)
+    if job.method not in FORWARDS:
+        return {"out": getattr(model.network, job.method)(**arguments)}
+    latents = arguments[next(iter(job.call_arguments))]
+    x = latents if torch.is_tensor(latents) else latents[0]
+    model.network.forward = getattr(model.network, job.method)  # called with the hooks that split the network
+    try:
+        out = model.data_parallel(model.network, len(x), batch_coupled=job.batch_coupled, **arguments)
+    finally:
+        del model.network.forward
+    progress.compare_ranks("an evaluation", "prediction", *(out if isinstance(out, list | tuple) else [out]))
+    return {"out": out}
 
-    Raises Unrecordable for code that runs inside the network: it may decide by value, or change from step to step;
-    and for tensors in lists or dicts, where the network may store its own, as causal Wan does."""
-    if (all_options := kwargs.get(OPTIONS)) is None:
-        return kwargs
-    options = {name: value for name, value in all_options.items() if name not in UNUSED_OPTIONS}
-    wrappers = {kind: by_key for kind, by_key in options.pop("wrappers", {}).items() if kind not in OUTER_WRAPPERS}
-    patches, replaced = options.get("patches") or {}, options.get("patches_replace") or {}
-    for what, by_kind in ("wrappers", wrappers), ("patches", patches), ("replaced blocks", replaced):
-        if kinds := sorted(str(kind) for kind, functions in by_kind.items() if functions):
-            raise Unrecordable(f"{what} inside the network ({', '.join(kinds)})")
-    if options.get(OVERRIDE) is not attention:
-        raise Unrecordable("a node replaces the attention")
-    for name, value in options.items():
-        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value) if leaf is not value):
-            raise Unrecordable(f"the network may keep something in {name}")
-    return {**kwargs, OPTIONS: options}
+
+def _cond_arguments(model: ComfyModel, job: EvaluationJob, device: torch.device) -> dict[str, Any]:
+    """Returns the conditions of the job's prompt: the model keeps its last ones, and a step sends its latent."""
+    if job.cond_arguments is not None:
+        model.clear_kv_cache()
+
+        def made(described: Described) -> Any:  # out of the memory of the message
+            return rebuild(replace(described, tensors={name: one.clone() for name, one in described.tensors.items()}))
+
+        arguments = moved(job.cond_arguments, device)
+        model.cond_arguments[job.cond_number] = tree_map_only(Described, made, arguments)
+        for oldest in list(model.cond_arguments)[:-MAX_CACHED_CONDS]:
+            del model.cond_arguments[oldest]
+    if job.cond_number not in model.cond_arguments:
+        raise Refused("conds.unsent")
+    return model.cond_arguments[job.cond_number]
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Casts the floating-point tensors of a network's argument, as ComfyUI does."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    return [_cast(item, dtype) for item in value] if isinstance(value, list) else value
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """Copies the lists and dicts with every tensor on `device`, out of the memory of the message."""
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device, copy=True), value)

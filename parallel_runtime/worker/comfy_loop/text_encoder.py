@@ -3,8 +3,8 @@ each by itself, or in stages on several."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -101,11 +101,22 @@ def run(model: Model, job: EncodingJob, progress: Progress) -> dict[str, Any]:
     patcher, encoder = model.clone(job.weight_patches, progress.loading), model.patcher.model
     if not calls:
         return {}
-    model.owned.dim = model.dim
+    dim = model.owned.dim = model.dim
     patcher.hook_mode = comfy.hooks.EnumHookMode.MinVram
-    with _keeping_other_models():
+    # ComfyUI is to unload no other model: the host has made room, and ranks that share out a network's weights must all
+    # have it loaded.
+    free_memory = comfy.model_management.free_memory
+    comfy.model_management.free_memory = lambda *_, **__: []
+    try:
         comfy.model_management.load_models_gpu([patcher])
-    with _reporting(progress, encoder, model.dim, first=rank() == job.ranks[0]):
+    finally:
+        comfy.model_management.free_memory = free_memory
+    with ExitStack() as stack:
+        stack.callback(comfy.utils.set_progress_bar_global_hook, comfy.utils.PROGRESS_BAR_HOOK)
+        if rank() == job.ranks[0]:  # what ComfyUI's own progress bars show
+            comfy.utils.set_progress_bar_global_hook(lambda done, total, *_, **__: progress.report_done(done, total))
+        for block in outermost_blocks(encoder):  # a cancel is before a block
+            stack.enter_context(block.register_forward_pre_hook(lambda *_: progress.vote(dim)))
         return {str(number): _returned(model, patcher, job.method, call) for number, call in calls}
 
 
@@ -113,7 +124,12 @@ def _returned(model: Encoder, patcher: RankPatcher, method: EncoderMethod, call:
     encoder = patcher.model
     if (prefetcher := patcher.weight_state.prefetcher) is not None and prefetcher.offloaded:
         prefetcher.begin()
-    with _hooked(patcher, model.local_patches(call["hook_patches"])):
+    # The weight patches of hooks are merged into the loaded weights for this call, as ComfyUI does.
+    hook, group, patches = comfy.hooks.WeightHook(), comfy.hooks.HookGroup(), model.local_patches(call["hook_patches"])
+    group.add(hook)
+    patcher.hook_patches = {hook.hook_ref: patches}
+    patcher.patch_hooks(group if patches else None)
+    try:
         encoder.reset_clip_options()
         for options in (*call["options"], {"execution_device": model.device}):
             encoder.set_clip_options(options)
@@ -123,44 +139,5 @@ def _returned(model: Encoder, patcher: RankPatcher, method: EncoderMethod, call:
             if isinstance(error, Refused):
                 raise
             raise Refused("clip.failed", error=repr(error)) from None
-
-
-@contextmanager
-def _keeping_other_models() -> Iterator[None]:
-    """Has ComfyUI unload no other model in this context: the host has made room, and ranks that share out a network's
-    weights must all have it loaded."""
-    free_memory = comfy.model_management.free_memory
-    comfy.model_management.free_memory = lambda *_, **__: []
-    try:
-        yield
-    finally:
-        comfy.model_management.free_memory = free_memory
-
-
-@contextmanager
-def _hooked(patcher: RankPatcher, patches: dict[str, list[Any]]) -> Iterator[None]:
-    """Merges the weight patches of hooks into the loaded weights, in this context, as ComfyUI does."""
-    hook, group = comfy.hooks.WeightHook(), comfy.hooks.HookGroup()
-    group.add(hook)
-    patcher.hook_patches = {hook.hook_ref: patches}
-    patcher.patch_hooks(group if patches else None)
-    try:
-        yield
     finally:
         patcher.patch_hooks(None)
-
-
-@contextmanager
-def _reporting(progress: Progress, encoder: nn.Module, dim: MeshDim, *, first: bool) -> Iterator[None]:
-    """Reports what ComfyUI's own progress bars show on the `first` rank, and cancels before a block, in this
-    context."""
-    before = comfy.utils.PROGRESS_BAR_HOOK
-    if first:
-        comfy.utils.set_progress_bar_global_hook(lambda done, total, *_, **__: progress.report_done(done, total))
-    with ExitStack() as hooks:
-        for block in outermost_blocks(encoder):
-            hooks.enter_context(block.register_forward_pre_hook(lambda *_: progress.vote(dim)))
-        try:
-            yield
-        finally:
-            comfy.utils.set_progress_bar_global_hook(before)
