@@ -25,7 +25,7 @@ from ...parallel_runtime.group.history import RunSetup
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.group.this_machine import checked_plan
 from ...parallel_runtime.loading.code_names import Unsendable
-from ...parallel_runtime.loading.model_kinds import controls_of
+from ...parallel_runtime.loading.object_codec import controls_of
 from ...parallel_runtime.loading.replaced_code import replaced_in_loop
 from ...parallel_runtime.planning.request_checks import LEAST_STEPS
 from ...parallel_runtime.planning.run_plan import RunPlan

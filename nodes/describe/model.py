@@ -38,8 +38,7 @@ from ...parallel_runtime.jobs import Described
 from ...parallel_runtime.loading.code_names import Unsendable, is_comfyui, is_of_a_pack, qualified_name, reference
 from ...parallel_runtime.loading.fingerprint import stat_file
 from ...parallel_runtime.loading.mapped import Mapped, has_dynamic_vram, load_mapped
-from ...parallel_runtime.loading.model_kinds import controls_of
-from ...parallel_runtime.loading.object_codec import Describer
+from ...parallel_runtime.loading.object_codec import Describer, controls_of
 from ...parallel_runtime.planning.network_stats import NetworkStats, Work
 from ...parallel_runtime.planning.request_checks import check_run_in_patches
 from ...parallel_runtime.planning.run_plan import PlanInputs

@@ -31,7 +31,7 @@ from ...parallel_runtime.loading.code_names import (
     reference,
 )
 from ...parallel_runtime.loading.object_codec import Describer, rebuild
-from ...parallel_runtime.loading.pack_states import globals_of, objects_of, reached, set_globals, short, state, unequal
+from ...parallel_runtime.loading.pack_states import reached, read_by, set_variables, short, state, unequal
 from ...parallel_runtime.loading.random_states import generator_kind, random_states
 from ...parallel_runtime.loading.replaced_code import replaced_in_loop
 from .batch_coupling import changes_itself, couples_by_masks, couples_evaluations, is_batch_coupled
@@ -129,7 +129,7 @@ def describe_job(
     def take_back(result: dict[str, Any]) -> None:
         parts.take_back(result["changes"])
         vars(guider).update(attributes)
-        set_globals(rebuild(result["globals"]))
+        set_variables(rebuild(result["globals"]), in_place=True)
 
     return job, take_back, parts
 
@@ -138,7 +138,7 @@ def _describe_variables(code: list[Any], parts: Describer) -> tuple[dict[str, An
     """Describes the variables of packs that their code reads; also returns the states of those that are not sent, and
     the packs. Raises Unsendable."""
     found = [*reached(code)]
-    plain, objects = globals_of(found), objects_of(found)
+    plain, objects = read_by(found)
     sent: dict[str, Any] = {"globals": parts.describe(plain, "the packs' global variables")}
     others = objects.keys() & unequal
     sent["objects"] = [[name, parts.describe(objects[name], short(name), of_pack=True)] for name in others]

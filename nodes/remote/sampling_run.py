@@ -28,7 +28,7 @@ from ...parallel_runtime.group.this_machine import checked_plan
 from ...parallel_runtime.jobs import TWO_MODEL_GUIDERS, SamplingJob
 from ...parallel_runtime.loading import code_names
 from ...parallel_runtime.loading.code_names import Unsendable, is_of_a_pack, qualified_name, reference
-from ...parallel_runtime.loading.model_kinds import controls_of
+from ...parallel_runtime.loading.object_codec import controls_of
 from ...parallel_runtime.loading.pack_states import note_unequal
 from ...parallel_runtime.loading.random_states import set_random_states
 from ...parallel_runtime.loading.replaced_code import forget_put_back, note_refused

@@ -1,4 +1,5 @@
 """The kinds of values that workers get: for each a row of KINDS, with what is sent of one and what makes it again.
+Those of models are rows of MODEL_KINDS in object_codec.py.
 
 Only names of code and plain values travel, beside tensors, never code; names outside of ComfyUI are refused
 (code_names.py), and nothing is evaluated."""
@@ -13,7 +14,7 @@ import sys
 import uuid
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from inspect import ismemberdescriptor
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -28,21 +29,9 @@ from torch import Tensor, nn
 
 from ..errors import Refused
 from ..wire.bundles import check_tensor
-from .code_names import (
-    Unsendable,
-    attribute,
-    code_named,
-    home_of,
-    is_comfyui,
-    is_of_a_pack,
-    module_named,
-    module_reference,
-    named,
-    qualified_name,
-    reference,
-)
+from . import code_names
+from .code_names import Unsendable
 from .fingerprint import code_fingerprint
-from .model_kinds import MODEL_KINDS, Kind, Node, exactly, of_types
 from .random_states import STATES, describe_generator, rebuild_generator, set_state, state_of
 
 if TYPE_CHECKING:
@@ -72,7 +61,26 @@ DICTS = {kind.__name__: kind for kind in (dict, OrderedDict, defaultdict)}
 SETS = {kind.__name__: kind for kind in (set, frozenset)}
 MISSING = object()  # a variable that is gone
 TYPES = {kind.__name__: kind for kind in (bool, int, float, str, list, tuple, dict, set, frozenset, object)}
+Node = dict[str, Any]  # the description of one value: its kind, and what that kind's row says
 _tensor_numbers = itertools.count()  # of this process: tensors of several descriptions may lie in one bundle
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of values: which ones, what is sent of one, and what makes it again. `describe` calls `to` for each part,
+    and `rebuild` calls `make` for what that has returned, in the same order."""
+
+    fits: Callable[[Any], bool]
+    describe: Callable[[Any, Parts], Node]
+    rebuild: Callable[[Node, Rebuilder], Any]
+
+
+def of_types(*types: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, types)
+
+
+def exactly(*types: type) -> Callable[[Any], bool]:
+    return lambda value: type(value) in types
 
 
 def _describe_tensor(value: Tensor, to: Parts) -> Node:
@@ -81,16 +89,15 @@ def _describe_tensor(value: Tensor, to: Parts) -> Node:
     try:
         check_tensor(value, to.what)
     except Refused as why:
-        thing = qualified_name(type(value))
+        thing = code_names.qualified_name(type(value))
         raise Unsendable("unsendable.object.because", what=to.what, thing=thing, reason=why.sentence) from None
     name = f"described {next(_tensor_numbers)}"
     to.describer.tensors[name] = value
     return {"name": name, "on_cpu": value.device.type == "cpu"}
 
 
-def _rebuild_tensor(node: Node, make: Rebuilder) -> Tensor:
-    tensor = make.tensors[node["name"]]
-    return tensor if node["on_cpu"] else tensor.to(get_torch_device())
+def _rebuild_device(node: Node, _: Rebuilder) -> torch.device:
+    return torch.device("cpu") if node["on_cpu"] else get_torch_device()
 
 
 def _has_conversion(value: Any) -> bool:
@@ -98,7 +105,7 @@ def _has_conversion(value: Any) -> bool:
     if type(value) is not tuple or len(value) != 2 or not isinstance(value[1], MethodType):
         return False
     weight, method = value
-    return isinstance(weight, Tensor) and is_comfyui(method) and method.__name__.startswith("convert_")
+    return isinstance(weight, Tensor) and code_names.is_comfyui(method) and method.__name__.startswith("convert_")
 
 
 def _describe_merged(value: tuple[Tensor, MethodType], to: Parts) -> Node:
@@ -109,12 +116,11 @@ def _describe_merged(value: tuple[Tensor, MethodType], to: Parts) -> Node:
     return {"of": to(weight)}
 
 
-@functools.cache
-def _unconverted() -> Callable[..., Any]:
-    """Returns the function that ComfyUI has beside a merged weight whose layer converts nothing."""
+def _rebuild_merged(node: Node, make: Rebuilder) -> tuple[Tensor, Callable[..., Any]]:
+    """Makes the pair again with the function that ComfyUI has beside a merged weight whose layer converts nothing."""
     cpu = torch.device("cpu")
-    function: Callable[..., Any] = ModelPatcher(nn.Linear(1, 1), cpu, cpu).get_key_patches()["weight"][0][1]
-    return function
+    convert: Callable[..., Any] = ModelPatcher(nn.Linear(1, 1), cpu, cpu).get_key_patches()["weight"][0][1]
+    return make(node["of"]), convert
 
 
 def _describe_method(method: MethodType, to: Parts) -> Node:
@@ -139,10 +145,17 @@ def _rebuild_method(node: Node, make: Rebuilder) -> Any:
 
 def _describe_function(function: FunctionType, to: Parts) -> Node:
     """Describes a function that another one has made: by its code, since functools.wraps gives it another's name."""
-    name, code = _code_reference(function, to.what), code_fingerprint(function.__code__)
+    home, thing, code = code_names.home_of(function), code_names.qualified_name(function), function.__code__
+    name = f"{code_names.module_reference(home, to.what, thing)}:{code.co_qualname}"
+    try:  # workers have to find this code under that name
+        code_names.code_named(name, code_fingerprint(code))
+    except Refused:
+        raise Unsendable("unsendable.foreign", what=to.what, thing=thing) from None
+    if vars(sys.modules[home]) is not function.__globals__:
+        raise Unsendable("unsendable.foreign", what=to.what, thing=thing)
     left_out = ("__wrapped__",) if name.startswith(PACKAGES) else ()
-    to = replace(to, what=f"{to.what} {qualified_name(function)}")
-    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    to = replace(to, what=f"{to.what} {thing}")
+    cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
     to.describer.emptied.update(id(cells[variable]) for variable in SET_BY_EACH_RUN.get(name, ()))
     names_network = to.describer.names_network
     described = to.each(cells.values())
@@ -150,7 +163,7 @@ def _describe_function(function: FunctionType, to: Parts) -> Node:
         to.describer.names_network = names_network
     return {
         "name": name,
-        "code": code,
+        "code": code_fingerprint(code),
         "cells": described,
         "defaults": to(function.__defaults__),
         "keyword_defaults": to(function.__kwdefaults__),
@@ -158,24 +171,11 @@ def _describe_function(function: FunctionType, to: Parts) -> Node:
     }
 
 
-def _code_reference(function: FunctionType, what: str) -> str:
-    """Returns the name under which workers find this function's code. Raises Unsendable."""
-    home, path = home_of(function), getattr(function.__code__, "co_qualname", function.__qualname__)  # Python 3.11
-    name = f"{module_reference(home, what, qualified_name(function))}:{path}"
-    try:
-        found = code_named(name, code_fingerprint(function.__code__))
-    except Refused:
-        found = None
-    if found is None or vars(sys.modules[home]) is not function.__globals__:
-        raise Unsendable("unsendable.foreign", what=what, thing=qualified_name(function))
-    return name
-
-
 def _rebuild_function(node: Node, make: Rebuilder) -> FunctionType:
-    code, (module, _, path) = code_named(node["name"], node["code"]), node["name"].partition(":")
+    code, (module, _, path) = code_names.code_named(node["name"], node["code"]), node["name"].partition(":")
     cells, defaults = make(node["cells"]), make(node["defaults"])
-    made = FunctionType(code, vars(module_named(module)), argdefs=defaults, closure=tuple(cells))
-    made.__qualname__, made.__module__ = path, module_named(module).__name__
+    made = FunctionType(code, vars(code_names.module_named(module)), argdefs=defaults, closure=tuple(cells))
+    made.__qualname__, made.__module__ = path, code_names.module_named(module).__name__
     made.__kwdefaults__ = make(node["keyword_defaults"])
     vars(made).update(make(node["attributes"]))
     return made
@@ -198,16 +198,12 @@ def _describe_cell(cell: CellType, to: Parts) -> Node:
     return {"of": None if id(cell) in to.describer.emptied else to(cell.cell_contents)}
 
 
-def _rebuild_cell(node: Node, make: Rebuilder) -> CellType:
-    return CellType(make(node["of"])) if "of" in node else CellType()
-
-
 def _describe_object(value: Any, to: Parts) -> Node:
     kind = type(value)
-    bases = (base for base in kind.__mro__ if not (is_comfyui(base) or is_of_a_pack(base)))
+    bases = (base for base in kind.__mro__ if not (code_names.is_comfyui(base) or code_names.is_of_a_pack(base)))
     if any(base.__module__ not in BASES for base in bases if base is not object):
-        raise Unsendable("unsendable.object", what=to.what, thing=qualified_name(kind))
-    name = reference(kind, to.what)
+        raise Unsendable("unsendable.object", what=to.what, thing=code_names.qualified_name(kind))
+    name = code_names.reference(kind, to.what)
     parts = attributes_of(value)
     for key in SET_BY_EACH_RUN.get(name, ()):
         if key in parts:
@@ -216,7 +212,7 @@ def _describe_object(value: Any, to: Parts) -> Node:
 
 
 def _rebuild_object(node: Node, make: Rebuilder) -> Any:
-    made = object.__new__(named(node["class"]))  # a pack's own `__new__` may want arguments
+    made = object.__new__(code_names.named(node["class"]))  # a pack's own `__new__` may want arguments
     set_attributes(made, make(node["attributes"]))
     return made
 
@@ -267,7 +263,7 @@ def _rebuild_dict(node: Node, make: Rebuilder) -> dict[Any, Any]:
 
 def _is_named(value: Any) -> bool:
     if isinstance(value, FunctionType):
-        return attribute(sys.modules.get(value.__module__), value.__qualname__) is value
+        return code_names.attribute(sys.modules.get(value.__module__), value.__qualname__) is value
     return isinstance(value, type)
 
 
@@ -285,16 +281,16 @@ def _builtin_named(module: str, name: str) -> Any:
 
 def _module_value(module: ModuleType, what: str) -> str:
     known = next((one.__name__ for one in MODULES if one is module), None)
-    return known or module_reference(module.__name__, what, f"the module {module.__name__}")
+    return known or code_names.module_reference(module.__name__, what, f"the module {module.__name__}")
 
 
 def _module_of_value(name: str) -> ModuleType:
-    return next((one for one in MODULES if one.__name__ == name), None) or module_named(name)
+    return next((one for one in MODULES if one.__name__ == name), None) or code_names.module_named(name)
 
 
 KINDS = {  # a value is of the first kind that fits
     "list": Kind(exactly(list), lambda value, to: {"items": to.each(value)}, lambda node, make: make(node["items"])),
-    "merged": Kind(_has_conversion, _describe_merged, lambda node, make: (make(node["of"]), _unconverted())),
+    "merged": Kind(_has_conversion, _describe_merged, _rebuild_merged),
     "tuple": Kind(
         exactly(tuple, torch.Size),
         lambda value, to: {"items": to.each(value)},
@@ -302,8 +298,8 @@ KINDS = {  # a value is of the first kind that fits
     ),
     "named_tuple": Kind(
         lambda value: isinstance(value, tuple) and hasattr(type(value), "_fields"),
-        lambda value, to: {"class": reference(type(value), to.what), "items": to.each(value)},
-        lambda node, make: named(node["class"])(*make(node["items"])),
+        lambda value, to: {"class": code_names.reference(type(value), to.what), "items": to.each(value)},
+        lambda node, make: code_names.named(node["class"])(*make(node["items"])),
     ),
     "set": Kind(
         exactly(*SETS.values()),
@@ -331,7 +327,11 @@ KINDS = {  # a value is of the first kind that fits
         lambda value, to: {"name": value.name},
         lambda node, make: logging.getLogger(node["name"]),
     ),
-    "tensor": Kind(of_types(Tensor), _describe_tensor, _rebuild_tensor),
+    "tensor": Kind(
+        of_types(Tensor),
+        _describe_tensor,
+        lambda node, make: make.tensors[node["name"]].to(_rebuild_device(node, make)),
+    ),
     "array": Kind(
         lambda value: type(value) is numpy.ndarray and value.dtype.kind in "biuf",
         lambda value, to: {"of": to(torch.from_numpy(value))},
@@ -342,21 +342,18 @@ KINDS = {  # a value is of the first kind that fits
         lambda value, to: {"name": str(value).removeprefix("torch.")},
         lambda node, make: getattr(torch, node["name"]),
     ),
-    "device": Kind(
-        of_types(torch.device),
-        lambda value, to: {"on_cpu": value.type == "cpu"},
-        lambda node, make: torch.device("cpu") if node["on_cpu"] else get_torch_device(),
-    ),
+    "device": Kind(of_types(torch.device), lambda value, to: {"on_cpu": value.type == "cpu"}, _rebuild_device),
     "uuid": Kind(of_types(uuid.UUID), lambda value, to: {"of": str(value)}, lambda node, make: uuid.UUID(node["of"])),
     "enum": Kind(
         of_types(Enum),
-        lambda value, to: {"class": reference(type(value), to.what), "name": value.name},
-        lambda node, make: named(node["class"])[node["name"]],
+        lambda value, to: {"class": code_names.reference(type(value), to.what), "name": value.name},
+        lambda node, make: code_names.named(node["class"])[node["name"]],
     ),
     "missing": Kind(lambda value: value is MISSING, lambda value, to: {}, lambda node, make: MISSING),
-    **MODEL_KINDS,
     "name": Kind(
-        _is_named, lambda value, to: {"name": reference(value, to.what)}, lambda node, make: named(node["name"])
+        _is_named,
+        lambda value, to: {"name": code_names.reference(value, to.what)},
+        lambda node, make: code_names.named(node["name"]),
     ),
     "decorated": Kind(
         lambda value: bool(_decorator(value)),
@@ -364,7 +361,11 @@ KINDS = {  # a value is of the first kind that fits
         lambda node, make: DECORATORS[node["by"]](make(node["of"])),
     ),
     "function": Kind(of_types(FunctionType), _describe_function, _rebuild_function),
-    "cell": Kind(of_types(CellType), _describe_cell, _rebuild_cell),
+    "cell": Kind(
+        of_types(CellType),
+        _describe_cell,
+        lambda node, make: CellType(make(node["of"])) if "of" in node else CellType(),
+    ),
     "method": Kind(of_types(MethodType), _describe_method, _rebuild_method),
     "partial": Kind(
         exactly(functools.partial),

@@ -14,18 +14,22 @@ from enum import Enum
 from numbers import Number
 from typing import Any
 
+from comfy.controlnet import ControlBase
+from comfy.gligen import Gligen
+from comfy.model_base import BaseModel
 from comfy.model_patcher import ModelPatcher
 from comfy.sd import VAE
 from torch import Tensor, nn
 
 from ..errors import Refused
 from ..jobs import Described
-from .code_names import Unsendable, is_of_a_pack, packs_named, qualified_name
-from .kinds import KINDS, attributes_of, set_attributes
-from .model_kinds import Node
+from .code_names import LOCAL, Unsendable, is_of_a_pack, named, packs_named, qualified_name, reference
+from .kinds import KINDS, Kind, Node, attributes_of, of_types, set_attributes
 
 PLAIN = bool | int | float | str | None
 RETURNED = ("list", "deque", "set", "dict", "object", "namespace", "random", "cell")  # what code of a pack may change
+HYPERNETWORK = "comfy_extras.nodes_hypernetwork.load_hypernetwork_patch.<locals>.hypernetwork_patch"
+MODULE_STATE = set(vars(nn.Module()))
 DescribeLoaded = Callable[[Any, "Parts"], Node]
 LoadAdditional = Callable[[Node], Any]
 
@@ -92,8 +96,8 @@ class Describer:
         if id(value) in of.around:
             raise Unsendable("unsendable.loop", what=of.what, thing=qualified_name(value))
         of_pack = of.of_pack or _is_code_of_a_pack(value)
-        kind = next(name for name, row in KINDS.items() if row.fits(value))
-        node = {"kind": kind, **KINDS[kind].describe(value, Parts(self, of.what, (*of.around, id(value)), of_pack))}
+        kind, row = next((name, row) for name, row in ALL_KINDS.items() if row.fits(value))
+        node = {"kind": kind, **row.describe(value, Parts(self, of.what, (*of.around, id(value)), of_pack))}
         self._note_pack(node, of.what)
         if _is_code_of_a_pack(value):
             self.code.append(value)
@@ -167,7 +171,7 @@ class Rebuilder:
             return node
         if node["kind"] == "same":
             return self._made[node["number"]]
-        made = KINDS[node["kind"]].rebuild(node, self)
+        made = ALL_KINDS[node["kind"]].rebuild(node, self)
         if "number" in node:
             self._made[node["number"]] = made
             if node["returned"]:
@@ -227,3 +231,124 @@ def _version(value: Any) -> float:
     if not isinstance(value, Tensor):
         return 0
     return float(value.detach().double().sum()) if value.is_inference() else value._version
+
+
+def _is_loaded(value: Any) -> bool:
+    loaded = isinstance(value, ModelPatcher | BaseModel | ControlBase | Gligen | VAE)
+    return loaded or qualified_name(value) == HYPERNETWORK
+
+
+def _describe_loaded(value: Any, to: Parts) -> Node:
+    """Describes a model that ComfyUI has loaded: by its file, or as (a clone of) the MODEL that is sampled."""
+    model = to.describer.model
+    if model is not None and value is model.model:
+        return {"of_model": "model"}
+    if model is not None and isinstance(value, ModelPatcher) and value.model is model.model:
+        if value.object_patches == model.object_patches:
+            return {"of_model": "patcher"}
+        raise Unsendable("unsendable.clone", what=to.what)
+    if isinstance(value, BaseModel) or to.describer.describe_loaded is None:
+        raise Unsendable("unsendable.object", what=to.what, thing=qualified_name(type(value)))
+    return to.describer.describe_loaded(value, to)
+
+
+def _rebuild_loaded(node: Node, make: Rebuilder) -> Any:
+    if "of_model" in node:
+        return make.patcher if node["of_model"] == "patcher" else make.patcher and make.patcher.model
+    if node["file"]["kind"] == "vae":
+        return make.load({**node["file"], "weights": make(node["weights"])})
+    loaded = make.load(node["file"])
+    match node["file"]["kind"]:
+        case "control_net":
+            return _control_net_of_a_run(loaded.copy(), node, make)
+        case "hypernetwork":
+            return type(loaded)(loaded.hypernet, node["file"]["strength"])
+    return loaded.model if node["network_alone"] else loaded
+
+
+def _control_net_of_a_run(made: Any, node: Node, make: Rebuilder) -> Any:
+    """A ControlNet is made for one run, so that nothing is left of another one's hint."""
+    vars(made).update(make(node["settings"]))
+    made.cond_hint_original = make(node["image"]).movedim(-1, 1)
+    made.extra_concat_orig = make(node["masks"])
+    made.vae = make(node["vae"])
+    made.previous_controlnet = make(node["previous"])
+    return made
+
+
+def _is_sampling(value: Any) -> bool:
+    return isinstance(value, nn.Module) and hasattr(value, "percent_to_sigma")
+
+
+def _describe_sampling(sampling: nn.Module, to: Parts) -> Node:
+    kind = type(sampling)  # ComfyUI makes most of these classes in a function, from bases that have a name
+    bases = kind.__bases__ if LOCAL in kind.__qualname__ else (kind,)
+    if kind not in bases and any(map(callable, vars(kind).values())):
+        raise Unsendable("unsendable.sampling", kind=qualified_name(kind))
+    return {
+        "bases": [reference(base, to.what) for base in bases],
+        "attributes": to({name: value for name, value in vars(sampling).items() if name not in MODULE_STATE}),
+        "buffers": to(dict(sampling.named_buffers())),
+    }
+
+
+def _rebuild_sampling(node: Node, make: Rebuilder) -> nn.Module:
+    made: nn.Module = nn.Module.__new__(type("ModelSampling", tuple(map(named, node["bases"])), {}))
+    nn.Module.__init__(made)
+    vars(made).update(make(node["attributes"]))
+    for name, buffer in make(node["buffers"]).items():
+        made.register_buffer(name, buffer)
+    return made
+
+
+def _describe_network(network: nn.Module, to: Parts) -> Node:
+    """Describes a part of the network by its path; a pack's, or torch's layers, by class, values and weights."""
+    if (path := to.describer.network_paths.get(id(network))) is not None:
+        to.describer.names_network = True
+        return {"path": path}
+    values, kind = vars(network), type(network)
+    if not (kind.__module__.startswith("torch.nn.modules.") or is_of_a_pack(kind)):
+        raise Unsendable("unsendable.object", what=to.what, thing=qualified_name(kind))
+    if any(values[name] for name in MODULE_STATE if "hooks" in name and name in values):
+        raise Unsendable("unsendable.object", what=to.what, thing=f"{qualified_name(type(network))} with hooks")
+    return {
+        "class": reference(type(network), to.what),
+        "attributes": to({name: value for name, value in values.items() if name not in MODULE_STATE}),
+        "training": network.training,
+        "parameters": to({name: None if one is None else one.data for name, one in network._parameters.items()}),
+        "buffers": to(dict(network._buffers)),
+        "modules": to(dict(network._modules)),
+    }
+
+
+def _rebuild_network(node: Node, make: Rebuilder) -> nn.Module:
+    if "path" in node:
+        network: nn.Module = make.patcher.model.diffusion_model  # type: ignore[union-attr]
+        return network.get_submodule(node["path"])
+    kind = named(node["class"])
+    made: nn.Module = kind.__new__(kind)
+    nn.Module.__init__(made)
+    vars(made).update(make(node["attributes"]), training=node["training"])
+    for name, weight in make(node["parameters"]).items():
+        made._parameters[name] = None if weight is None else nn.Parameter(weight, requires_grad=False)
+    made._buffers.update(make(node["buffers"]))
+    made._modules.update(make(node["modules"]))
+    return made
+
+
+MODEL_KINDS = {
+    "loaded": Kind(_is_loaded, _describe_loaded, _rebuild_loaded),
+    "sampling": Kind(_is_sampling, _describe_sampling, _rebuild_sampling),
+    "network": Kind(of_types(nn.Module), _describe_network, _rebuild_network),
+}
+ALL_KINDS = MODEL_KINDS | KINDS
+
+
+def controls_of(conds: dict[str, Any]) -> list[ControlBase]:
+    """Returns all ControlNets of these conditions, each once, with those that they are chained to."""
+    controls: dict[ControlBase, None] = {}
+    for control in (cond.get("control") for prompt in conds.values() for cond in prompt):
+        while control is not None:
+            controls[control] = None
+            control = control.previous_controlnet
+    return list(controls)

@@ -7,18 +7,19 @@ process has them so, too, none is sent; one that differs is sent, if it can be.
 
 from __future__ import annotations
 
+import dis
 import os
 import random
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextvars import ContextVar
 from enum import Enum
-from functools import _lru_cache_wrapper, cached_property, partial
+from functools import _lru_cache_wrapper, cache, cached_property, partial
 from inspect import signature
 from itertools import chain, islice
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy
@@ -28,10 +29,9 @@ from comfy.samplers import KSAMPLER
 from torch import Tensor, nn
 
 from ..errors import Refused
-from .code_names import attribute, is_comfyui, is_of_a_pack, pack_module, pack_reference, packs_named, qualified_name
+from . import code_names
 from .fingerprint import code_fingerprint, fingerprint
 from .kinds import MISSING, attributes_of
-from .names_in_code import code_names, names_set, read_by_computed_names
 
 SENT = bool | int | float | str | torch.Tensor | torch.dtype | torch.device | None
 MOST_ITEMS = 2000  # of a list or dict, with all in it: larger ones are tables that nothing sets
@@ -39,7 +39,7 @@ WRAPPERS = (
     classmethod, staticmethod, MethodType, property, partial, cached_property, _lru_cache_wrapper, KSAMPLER
 )  # fmt: skip
 WRAPPED = ("__func__", "__self__", "func", "fget", "__wrapped__", "sampler_function", "extra_options")
-Globals = dict[str, dict[str, Any]]  # by module, as the workers know it: values by name
+Variables = dict[str, Any]  # by place: `module:name`, with the module as the workers know it
 PARTS: dict[type, Callable[[Any], list[Any]]] = {
     ContextVar: lambda value: [value.get(None)],
     MethodType: lambda value: [value.__func__, value.__self__],
@@ -59,108 +59,116 @@ CHANGING = {  # what functions name that give something else in each process
     "environ", "getenv", "now", "perf_counter", "rand", "randint", "randn", "random", "randperm", "time", "time_ns",
     "urandom",
 }  # fmt: skip
+UNSEEN = {"CACHE", "COPY_FREE_VARS", "EXTENDED_ARG", "NOP", "PRECALL", "PUSH_NULL", "RESUME"}
+BY_NAME = {  # a letter for each step of code that loads one of these: capital where it reads variables by name
+    "getattr": "G", "hasattr": "G", "attrgetter": "A", "globals": "B", "vars": "V", "__dict__": "D", "eval": "E",
+    "exec": "E", "getmembers": "E", "self": "s", "get": "g",
+}  # fmt: skip
+BY_TEXT = {"__dict__", "attrgetter", "getattr", "globals", "hasattr", "vars"}  # what takes names as strings
 unequal: set[str] = set()  # in ComfyUI's process, by name: what workers have refused
 _first: dict[str, str] = {}  # in a worker, by name: the fingerprint before a run could change it
 
 
-def globals_of(code: Iterable[FunctionType | type]) -> Globals:
-    """Returns the plain variables among those that this code of packs reads."""
-    found: Globals = {}
-    for module, name, value in variables_of(code):
-        if is_sent(value):
-            found.setdefault(module, {})[name] = value
-    return found
+def read_by(code: Iterable[FunctionType | type]) -> tuple[Variables, Variables]:
+    """Returns the variables that this code of packs reads: those of plain values, and others that it may change."""
+    plain, objects = Variables(), Variables()
+    for place, value in _variables_of([*code]):
+        if _items(value) <= MOST_ITEMS:
+            plain[place] = value
+            continue
+        # Classes and functions under their own names are reached themselves, with what is on them.
+        name = place.rpartition(":")[2]
+        is_code = isinstance(value, type) or (isinstance(value, FunctionType) and not value.__closure__)
+        if not (isinstance(value, ModuleType) or (is_code and value.__name__ == name)):
+            objects[place] = value
+    return plain, objects
 
 
-def variables_of(code: Iterable[FunctionType | type]) -> Iterator[tuple[str, str, Any]]:
+def _variables_of(code: Sequence[FunctionType | type]) -> Iterator[tuple[str, Any]]:
     """Yields the global variables that functions of packs name, and the attributes with such names of packs' classes
-    and functions: the module as the workers know it, the (dotted) name, the value."""
-    code = [*code]
+    and functions, each with its place."""
     functions = [one for one in code if isinstance(one, FunctionType)]
-    read = frozenset[str]().union(*(code_names(function.__code__) for function in functions))
+    read = frozenset[str]().union(*(names_in(function.__code__) for function in functions))
     whole = set[int]().union(*map(_read_whole, functions))
     for function in functions:
         yield from _globals_of(function)
     for one in code:
-        if attribute(sys.modules.get(one.__module__), one.__qualname__) is one:
-            module = pack_reference(one.__module__) or ""
-            yield from ((module, f"{one.__qualname__}.{name}", value) for name, value in [*vars(one).items()]
-                        if (name in read or id(one) in whole) and _is_data(name, value))  # fmt: skip
+        if code_names.attribute(sys.modules.get(one.__module__), one.__qualname__) is one:
+            owner = f"{code_names.pack_reference(one.__module__) or ''}:{one.__qualname__}"
+            for name, value in [*vars(one).items()]:
+                is_data = not (name.startswith("__") or callable(value) or hasattr(type(value), "__get__"))
+                if is_data and (name in read or id(one) in whole):
+                    yield f"{owner}.{name}", value
 
 
-def _globals_of(function: FunctionType) -> Iterator[tuple[str, str, Any]]:
+def _globals_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
     """Yields the variables of its module, and of modules of packs that it names or imports, and of those in them: those
     that it names, also where they are gone; all where it computes names of them."""
-    names, whole = code_names(function.__code__), _read_whole(function)
+    names, whole = names_in(function.__code__), _read_whole(function)
     todo = [function.__globals__, *map(vars, _imported_by(function))]
     seen = set[int]()
     while todo:
         variables = todo.pop()
-        module = None if id(variables) in seen else pack_reference(variables.get("__name__", ""))
+        module = None if id(variables) in seen else code_names.pack_reference(variables.get("__name__", ""))
         seen.add(id(variables))
         if module is not None:
-            known = {**dict.fromkeys(names_set(variables["__name__"]), MISSING), **variables}
             every = id(variables) in whole
-            found = {name: value for name, value in known.items()
-                     if name in names or (every and not name.startswith("__"))}  # fmt: skip
-            yield from ((module, name, value) for name, value in found.items())
-            todo += [vars(found[name]) for name in names & found.keys() if isinstance(found[name], ModuleType)]
+            for name, value in {**dict.fromkeys(_names_set(variables["__name__"]), MISSING), **variables}.items():
+                if name in names or (every and not name.startswith("__")):
+                    yield f"{module}:{name}", value
+                if name in names and isinstance(value, ModuleType):
+                    todo.append(vars(value))
 
 
 def _imported_by(function: FunctionType) -> list[ModuleType]:
     """Returns modules that a function may import itself."""
     package = function.__globals__.get("__package__") or ""
     homes = [f"{package.rsplit('.', up)[0]}." for up in range(package.count(".") + 1)]  # of relative imports
-    names = (home + name for home in ("", *homes) for name in code_names(function.__code__))
+    names = (home + name for home in ("", *homes) for name in names_in(function.__code__))
     return [module for module in map(sys.modules.get, names) if isinstance(module, ModuleType)]
 
 
-def _is_data(name: str, value: Any) -> bool:
-    return not (name.startswith("__") or callable(value) or hasattr(type(value), "__get__"))
-
-
-def is_sent(value: Any) -> bool:
-    return _items(value) <= MOST_ITEMS
-
-
-def set_globals(values: Globals) -> None:
-    """Sets global variables of this process; lists and dicts in place, since other modules may have imported them."""
-    for module, by_name in values.items():
-        for name, value in by_name.items():
-            current = variable(module, name)
-            if type(current) is type(value) is dict:
-                current.clear()
-                current.update(value)
-            elif type(current) is type(value) is list:
-                current[:] = value
+def set_variables(values: Mapping[str, Any], *, in_place: bool) -> None:
+    """Sets variables of packs in this process; lists and dicts `in_place`, as other modules may have imported them."""
+    for place, value in values.items():
+        current = variable(place) if in_place else MISSING
+        if type(current) is type(value) is dict:
+            current.clear()
+            current.update(value)
+        elif type(current) is type(value) is list:
+            current[:] = value
+        else:
+            owner, name = _owner(place)
+            if value is MISSING:
+                vars(owner).pop(name, None)
             else:
-                set_variable(module, name, value)
+                setattr(owner, name, value)
 
 
-def variable(module: str, name: str) -> Any:
+def variable(place: str) -> Any:
     """Returns a global variable of a pack's module, or an attribute of a class there; MISSING for none."""
-    owner, _, last = name.rpartition(".")
-    return getattr(variable(module, owner) if owner else pack_module(module), last, MISSING)
+    owner, name = _owner(place)
+    return getattr(owner, name, MISSING)
 
 
-def set_variable(module: str, name: str, value: Any) -> None:
-    owner, _, last = name.rpartition(".")
-    home = variable(module, owner) if owner else pack_module(module)
-    if value is MISSING:
-        vars(home).pop(last, None)
-    else:
-        setattr(home, last, value)
+def _owner(place: str) -> tuple[Any, str]:
+    """Returns the module or class that has a variable, and its name there."""
+    module, _, path = place.rpartition(":")
+    *owners, name = path.split(".")
+    owner: Any = code_names.pack_module(module)
+    for each in owners:
+        owner = getattr(owner, each, MISSING)
+    return owner, name
 
 
-def changed_globals(before: Globals) -> Globals:
+def changed_variables(before: Variables) -> Variables:
     """Returns those of these variables that have other plain values by now."""
-    changed: Globals = {}
-    for module, by_name in before.items():
-        for name, value in by_name.items():
-            now = variable(module, name)
-            if not _is_same(now, value) and is_sent(now):
-                changed.setdefault(module, {})[name] = now
-    return changed
+    now = {place: variable(place) for place in before}
+    return {
+        place: value
+        for place, value in now.items()
+        if not _is_same(value, before[place]) and _items(value) <= MOST_ITEMS
+    }
 
 
 def _is_same(now: Any, before: Any) -> bool:
@@ -186,11 +194,11 @@ def reached(code: Iterable[Any]) -> Iterator[FunctionType | type]:
             todo += [getattr(value, name) for name in WRAPPED if hasattr(value, name)]
         elif isinstance(value, list | tuple | dict | set):
             todo += value.values() if isinstance(value, dict) else value
-        elif not is_of_a_pack(value):
+        elif not code_names.is_of_a_pack(value):
             todo += [value.__wrapped__] if isinstance(value, FunctionType) and hasattr(value, "__wrapped__") else []
         elif isinstance(value, FunctionType):
             yield value
-            todo += [*_closure_values(value), *(part for _, _, part in _globals_of(value))]
+            todo += [*_closure_values(value), *(part for _, part in _globals_of(value))]
         elif isinstance(value, type):
             yield value
             todo += [part for base in value.__mro__ for part in vars(base).values()]
@@ -202,7 +210,7 @@ def reads(code: Iterable[FunctionType | type]) -> Callable[[str], bool]:
     """Returns whether a function among this code may read an attribute of a name: one of those in it, or any where it
     computes names."""
     codes = [one.__code__ for one in code if isinstance(one, FunctionType)]
-    names, computes = frozenset[str]().union(*map(code_names, codes)), any(map(read_by_computed_names, codes))
+    names, computes = frozenset[str]().union(*map(names_in, codes)), any(map(read_by_computed_names, codes))
     return lambda name: computes or name in names
 
 
@@ -215,7 +223,7 @@ def _read_whole(function: FunctionType) -> set[int]:
     for owner in read_by_computed_names(function.__code__):
         first, _, path = owner.partition(".")
         value = variables.get(first)
-        value = attribute(value, path) if path else value
+        value = code_names.attribute(value, path) if path else value
         found.add(id(vars(value) if isinstance(value, ModuleType) else value if owner else function.__globals__))
     return found
 
@@ -234,20 +242,10 @@ def _items(value: Any) -> float:
     return sum(map(_items, value)) if type(value) in (list, tuple) else float("inf")
 
 
-def objects_of(code: Iterable[FunctionType | type]) -> dict[str, Any]:
-    """Returns by `module:name`, as workers know it, the variables that this code of packs reads and that are not
-    plain."""
-    return {
-        f"{module}:{name}": value
-        for module, name, value in variables_of(code)
-        if not (is_sent(value) or isinstance(value, ModuleType) or _is_constant(value, name))
-    }
-
-
 def check_states(wanted: dict[str, str]) -> dict[str, str]:
     """Returns these states of this worker. Raises Refused with the names of those that have been others from the first
     than they are in ComfyUI's process now."""
-    now = {name: state(_variable_at(name)) for name in wanted}
+    now = {name: state(variable(name)) for name in wanted}
     if other := [name for name in wanted if _first.setdefault(name, now[name]) != wanted[name]]:
         raise _differ(other)
     return now
@@ -255,7 +253,7 @@ def check_states(wanted: dict[str, str]) -> dict[str, str]:
 
 def changed_states(before: dict[str, str]) -> list[str]:
     """Says which of these a run has changed here, where ComfyUI's process does not see it."""
-    changed = [name for name, was in before.items() if state(_variable_at(name)) != was]
+    changed = [name for name, was in before.items() if state(variable(name)) != was]
     return [str(_differ(changed))] if changed else []
 
 
@@ -264,36 +262,18 @@ def note_unequal(states: Iterable[str], error: Refused) -> None:
     unequal.update(name for name in states if short(name) in error.values["name"].split(", "))
 
 
-def set_objects(objects: Iterable[tuple[str, Any]]) -> None:
-    for name, value in objects:
-        module, _, path = name.partition(":")
-        set_variable(module, path, value)
-
-
 def short(name: str) -> str:
     return name.rpartition("/")[2].strip(".:")
 
 
 def _differ(names: list[str]) -> Refused:
-    (pack,) = packs_named(names[0])
+    (pack,) = code_names.packs_named(names[0])
     return Refused("pack.state", pack=pack.rpartition("@")[0], name=", ".join(map(short, names)))
-
-
-def _variable_at(name: str) -> Any:
-    """Returns the variable of this process at `module:name`."""
-    module, _, path = name.partition(":")
-    return variable(module, path)
-
-
-def _is_constant(value: Any, name: str) -> bool:
-    """Is this a class or function under its own name? Those of packs are reached themselves, with what is on them."""
-    plain = isinstance(value, type) or (isinstance(value, FunctionType) and not value.__closure__)
-    return plain and value.__name__ == name
 
 
 def state(value: Any) -> str:
     """Fingerprints a value, without what each process has its own of, and no latent depends on."""
-    served = [attribute(sys.modules.get(module), name) for module, name in SERVED]
+    served = [code_names.attribute(sys.modules.get(module), name) for module, name in SERVED]
     own = {id(one) for one in (os.environ, sys.stdout, sys.stderr, *served)}
     return fingerprint(*islice(_parts(value, own), MOST_PARTS))[:16]
 
@@ -324,8 +304,8 @@ def _text(value: Any) -> str:
     if isinstance(value, FunctionType):
         return code_fingerprint(value.__code__)
     if isinstance(value, type | BuiltinFunctionType | ModuleType):
-        return qualified_name(value)
-    if is_of_a_pack(type(value)) or is_comfyui(value) or isinstance(value, (*CONTAINERS, *OPEN)):
+        return code_names.qualified_name(value)
+    if code_names.is_of_a_pack(type(value)) or code_names.is_comfyui(value) or isinstance(value, (*CONTAINERS, *OPEN)):
         return ""
     text = repr(value)
     if hasattr(type(value), "__next__") and text.startswith("<"):  # a generator or open file: who knows where it is
@@ -335,7 +315,7 @@ def _text(value: Any) -> str:
 
 def _inside(value: Any) -> Iterable[Any]:
     """Returns the parts that a value is compared by, besides those of a set."""
-    if isinstance(value, type | ModelPatcher) or (is_comfyui(value) and isinstance(value, nn.Module)):
+    if isinstance(value, type | ModelPatcher) or (code_names.is_comfyui(value) and isinstance(value, nn.Module)):
         return ()
     if isinstance(value, FunctionType):
         return [value.__defaults__, value.__kwdefaults__, *_closure_values(value), *vars(value).items()]
@@ -346,7 +326,7 @@ def _inside(value: Any) -> Iterable[Any]:
             return parts(value)
     items: Iterable[Any] = value if isinstance(value, list | tuple | deque) else ()
     items = chain(*value.items()) if isinstance(value, MutableMapping) else items
-    own = attributes_of(value).items() if isinstance(value, OPEN) or is_of_a_pack(type(value)) else ()
+    own = attributes_of(value).items() if isinstance(value, OPEN) or code_names.is_of_a_pack(type(value)) else ()
     return [*items, *own]
 
 
@@ -356,6 +336,63 @@ def _kept(function: Any) -> list[Any]:
         return []
     if not signature(function).parameters:  # one object, which code may change
         value = function()
-        return [value] if isinstance(value, (*CONTAINERS, *OPEN)) or is_of_a_pack(type(value)) else []
+        return [value] if isinstance(value, (*CONTAINERS, *OPEN)) or code_names.is_of_a_pack(type(value)) else []
     used = (one.__code__ for one in reached([function]) if isinstance(one, FunctionType))
-    return [kept] if any(code_names(code) & CHANGING for code in used) else []
+    return [kept] if any(names_in(code) & CHANGING for code in used) else []
+
+
+@cache
+def names_in(code: CodeType) -> frozenset[str]:
+    """Returns the names of global variables and attributes in this code and in functions that it defines."""
+    inner = (names_in(part) for part in code.co_consts if isinstance(part, CodeType))
+    texts = code.co_consts if BY_TEXT.intersection(code.co_names) else ()
+    return frozenset(code.co_names).union(*inner, (text for text in texts if isinstance(text, str)))
+
+
+@cache
+def read_by_computed_names(code: CodeType) -> frozenset[str]:
+    """Returns the (dotted) names of what this code, or a function that it defines, reads by other names than texts in
+    it: "" for its own module."""
+    steps = [step for step in dis.get_instructions(code) if step.opname not in UNSEEN]
+    letters, found = "".join(map(_letter, steps)), set()
+    for place, letter in enumerate(letters):
+        if letter.isupper() and not _reads_by_a_text(letters, place):
+            first = place + 1
+            if letter == "D":
+                first = len(letters[:place].rstrip("a")) - 1
+            last = first + 1
+            while letters[last : last + 1] == "a":
+                last += 1
+            found.add("" if letter in "BE" else ".".join(str(step.argval) for step in steps[first:last]))
+    inner = (read_by_computed_names(part) for part in code.co_consts if isinstance(part, CodeType))
+    return frozenset(found).union(*inner)
+
+
+def _reads_by_a_text(steps: str, place: int) -> bool:
+    """Is what is read there named by a text in the code (t)? Other steps are a: an attribute, l: another load, c: a
+    call, b: `[]`. What `self` has is compared anyway."""
+    reads, after = steps[place], steps[place + 1 :]
+    if (reads == "V" and after.startswith("sc")) or (reads == "D" and steps[:place].endswith("s")):
+        return True
+    after = after.lstrip({"G": "lsa", "V": "la"}.get(reads, ""))
+    if reads in "VB" and after.startswith("c"):  # then `[TEXT]` or `.get(TEXT)`
+        after = after[1:].removeprefix("g")
+    after = after.removeprefix("g") if reads == "D" else after
+    ends = after[1:2] in ("b", "c") or (after[1:2] in ("l", "t", "o", "s") and after[2:3] == "c")
+    return reads != "E" and after.startswith("t") and ends
+
+
+def _letter(step: dis.Instruction) -> str:
+    if step.opname == "LOAD_CONST":
+        return "t" if isinstance(step.argval, str) else "o"
+    if step.opname.startswith("LOAD_"):
+        return BY_NAME.get(str(step.argval), "a" if step.opname in ("LOAD_ATTR", "LOAD_METHOD") else "l")
+    return "c" if step.opname.startswith("CALL") else "b" if step.opname == "BINARY_SUBSCR" else "o"
+
+
+@cache
+def _names_set(module: str) -> frozenset[str]:
+    """Returns the names that a module has once it is imported: a node may delete one."""
+    steps = [step for code in code_names.source_code(sys.modules[module]) for step in dis.get_instructions(code)]
+    stored, deleted = ({step.argval for step in steps if step.opname == name} for name in ("STORE_NAME", "DELETE_NAME"))
+    return frozenset(stored - deleted)

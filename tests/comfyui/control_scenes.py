@@ -18,7 +18,6 @@ from ..zoo import vaes  # isort: skip
 
 describe, errors = node_module("describe.model_files"), pack_module("parallel_runtime.errors")
 files = node_module("describe.model_files")
-model_kinds = pack_module("parallel_runtime.loading.model_kinds")
 mesh = pack_module("parallel_runtime.engine.comm.mesh")
 additional_models = pack_module("parallel_runtime.worker.comfy_loop.additional_models")
 codec = pack_module("parallel_runtime.loading.object_codec")
@@ -44,7 +43,7 @@ def rows_that_its_network_has(rank: int, world: int, batch: int, index: int) -> 
     run's context, and after it; and the rows of the hint and of a list that is of no rows."""
     first, second = (comfy.controlnet.ControlNet(Network(), load_device="cpu") for _ in range(2))
     second.previous_controlnet, network = first, second.control_model
-    controls = model_kinds.controls_of({"positive": [{"control": second}], "negative": [{"control": second}]})
+    controls = codec.controls_of({"positive": [{"control": second}], "negative": [{"control": second}]})
     given = {"x": torch.arange(batch), "hint": torch.arange(1), "control_type": [3], "y": torch.arange(batch)}
     with additional_models.own_entries(controls, mesh.MeshDim(size=2, index=index)):
         network(**given)

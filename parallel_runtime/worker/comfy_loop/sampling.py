@@ -30,9 +30,8 @@ from ...engine.split.streams import PipeFusion
 from ...errors import Refused
 from ...jobs import TWO_MODEL_GUIDERS, SamplingJob
 from ...loading.code_names import named, packs_named
-from ...loading.model_kinds import controls_of
-from ...loading.object_codec import Rebuilder, described_plainly
-from ...loading.pack_states import changed_globals, changed_states, check_states, set_globals, set_objects
+from ...loading.object_codec import Rebuilder, controls_of, described_plainly
+from ...loading.pack_states import changed_states, changed_variables, check_states, set_variables
 from ...loading.random_states import random_states, set_random_states
 from ..batch_groups import SamplerNoise, all_gather, entry_by_entry, local_items
 from ..progress import Progress
@@ -69,8 +68,8 @@ def run(model: ComfyModel, job: SamplingJob, progress: Progress) -> dict[str, An
     with model.additional.of_job(model) as load_additional:
         rebuilder = Rebuilder(job.described.tensors, load_additional, patcher)
         made = rebuilder(job.described.tree)
-    set_globals(made["globals"])
-    set_objects(made["objects"])
+    set_variables(made["globals"], in_place=True)
+    set_variables(dict(made["objects"]), in_place=False)
     for (of_model, _), made_patcher, on_model in zip(pairs, patchers, made["models"], strict=True):
         _put_on(made_patcher, of_model, on_model, job)
     conds, guider = made["conds"], _guider(job, patchers, made)
@@ -105,7 +104,7 @@ def run(model: ComfyModel, job: SamplingJob, progress: Progress) -> dict[str, An
     changes, lost = rebuilder.changes()
     return {
         "samples": samples, "last": last, "skipped": skipped, "random_states": random_states(model.device),
-        "changes": changes, "globals": described_plainly(changed_globals(made["globals"])),
+        "changes": changes, "globals": described_plainly(changed_variables(made["globals"])),
         "lost": [*lost, *changed_states(states)],
     }  # fmt: skip
 
