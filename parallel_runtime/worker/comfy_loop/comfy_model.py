@@ -228,14 +228,6 @@ class ComfyModel(Model):
         remote = tuple(f"{path}." for path in self.remote_paths)
         return {key: value for key, value in patches.items() if not key.startswith(remote)}
 
-    def with_partner(self, weight_patches: Sequence[Described | None]) -> list[tuple[ComfyModel, Described | None]]:
-        """Returns this model with its weight patches; and the negative prompt's, where the guider has two MODELs."""
-        models = [self]
-        if self.partner is not None and self.spec.partner is not None and len(weight_patches) > 1:
-            self.partner.spec = self.spec.partner
-            models.append(self.partner)
-        return list(zip(models, weight_patches, strict=True))
-
     def check_replaced(self, wanted: dict[str, list[str]], *, loop: bool = True) -> None:
         """Raises Refused where packs have not replaced in this process what they have in ComfyUI's: `wanted`, of a
         SamplingJob. Without `loop`, the sampling loop is in ComfyUI's process. Collective."""

@@ -4,14 +4,15 @@ ComfyUI's `calc_cond_batch` predicts all branches of guidance in one call. CFG p
 evaluate its own branches, whatever their prompt lengths and areas, and gathers the other groups' predictions. A step
 cache needs them one by one; PipeFusion reads the noise level there.
 
-`Unchanged` finds what a pack's code puts onto a network meanwhile, in place of its methods or modules: a split one
+`_change` finds what a pack's code puts onto a network meanwhile, in place of its methods or modules: a split one
 would compute with a part of the tokens, and another one may have been recorded without it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from ...engine.comm.collectives import refuse_on_all_ranks
 from ...engine.comm.mesh import MeshDim
 from ...engine.split.streams import PipeFusion
+from ...engine.stages import Stages
 from ...errors import Refused
 from ...jobs import TWO_MODEL_GUIDERS, SamplingJob
 from ...loading.code_names import named, packs_named
@@ -45,6 +47,7 @@ SIGMA_TOLERANCE = 1e-3  # as a share of a step: samplers may compute the same no
 
 BranchConds = list[list[dict[str, Any]] | None]  # the conditions of each branch; None: it is not evaluated
 OnStep = Callable[[int, Tensor, Tensor, int], None]
+Code = tuple[dict[str, Any], dict[tuple[Any, str], Any]]  # of a network: see `_code_of`
 
 
 def run(model: ComfyModel, job: SamplingJob, progress: Progress) -> dict[str, Any]:
@@ -62,41 +65,35 @@ def run(model: ComfyModel, job: SamplingJob, progress: Progress) -> dict[str, An
     model.check_replaced(job.replaced)
     with refuse_on_all_ranks():
         states = check_states(job.states)
-    pairs = model.with_partner(job.weight_patches)
-    patchers = [of_model.clone(weight_patches, progress.loading) for of_model, weight_patches in pairs]
+    models = [model]
+    if model.partner is not None and model.spec.partner is not None and len(job.weight_patches) > 1:
+        model.partner.spec = model.spec.partner
+        models.append(model.partner)
+    weights = zip(models, job.weight_patches, strict=True)
+    patchers = [each.clone(weight_patches, progress.loading) for each, weight_patches in weights]
     patcher = patchers[0]
     with model.additional.of_job(model) as load_additional:
         rebuilder = Rebuilder(job.described.tensors, load_additional, patcher)
         made = rebuilder(job.described.tree)
     set_variables(made["globals"], in_place=True)
     set_variables(dict(made["objects"]), in_place=False)
-    for (of_model, _), made_patcher, on_model in zip(pairs, patchers, made["models"], strict=True):
-        _put_on(made_patcher, of_model, on_model, job)
-    conds, guider = made["conds"], _guider(job, patchers, made)
-    controls = controls_of(conds)
     noise = SamplerNoise(model.device, job.generator_kind, model.mesh.context.group_state)
-    patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, Branches(model, job, progress, noise))
-    together = job.batch_coupled or job.images_coupled
-    wrapper = _control_wrapper(controls, model, batch_coupled=together)
-    patcher.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, KEY, wrapper)
-    model.load(patchers, controls)
-    unchanged = Unchanged(model.network) if job.packs else None
-    watched = partial(_watched, model, patchers, unchanged) if unchanged else nullcontext
-    wrapper = _apply_model_wrapper(model, progress, watched, batch_coupled=together)
-    patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, wrapper)
-    inside = WrappersMP.DIFFUSION_MODEL
-    if unchanged and (patcher.get_all_wrappers(inside) or get_all_wrappers(inside, patcher.model_options, True)):
-        patcher.add_wrapper_with_key(inside, KEY, partial(_watched_forward, watched))
+    wrappers = Wrappers(model, job, progress, patchers, controls_of(made["conds"]), noise)
+    for each, made_patcher, on_model in zip(models, patchers, made["models"], strict=True):
+        wrappers.put_on(made_patcher, each, on_model)
+    guider = _guider(job, patchers, made)
+    model.load(patchers, wrappers.controls)
+    wrappers.put_around(patcher)
     model.clear_kv_cache()
     progress.heartbeat()
     pipefusion, warmup_steps = model.stages and model.stages.pipefusion, model.parallelism.options.warmup_steps
     in_patches = with_pipefusion(pipefusion, patcher, job.sigmas, warmup_steps) if pipefusion else nullcontext()
     # Behind all that is loaded and made for the run, which may draw numbers too.
     set_random_states(job.random_states, model.device)
-    changed = _running_changed_code(model, patchers) if job.runs_changed_code else nullcontext()
+    changed = wrappers.running_changed_code() if job.runs_changed_code else nullcontext()
     with changed, with_step_cache(model, patcher) as cache, in_patches, patcher.state_dict_of_file(), noise:
-        if unchanged is not None:
-            unchanged.begin()  # with what a step cache has put onto the blocks
+        if job.packs:
+            wrappers.code = _code_of(model.network)  # with what a step cache has put onto the blocks
         samples = _sample(job, guider, made["sampler"], on_step)
     skipped = cache.counts(shared=not job.batch_coupled) if cache else None
     attributes = made["guider_attributes"]
@@ -109,88 +106,140 @@ def run(model: ComfyModel, job: SamplingJob, progress: Progress) -> dict[str, An
     }  # fmt: skip
 
 
-def _put_on(patcher: RankPatcher, model: ComfyModel, on_model: list[Any], job: SamplingJob) -> None:
-    """Puts on the clone of a model what nodes/describe/sampling_job.py has described `on_model`."""
-    objects, options, wrappers, callbacks = on_model
-    if job.mask is not None:
-        patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, _mask_wrapper(job.mask, patcher.load_device))
-    for name, value in objects.items():
-        patcher.add_object_patch(name, value)
-    patcher.model_options.update(options)
-    for groups, add in (wrappers, patcher.add_wrapper_with_key), (callbacks, patcher.add_callback_with_key):
-        for kind, key, functions in groups:
-            for function in functions:
-                add(kind, key, function)
-    if model.attention is not None:
-        patcher.model_options["transformer_options"].setdefault("optimized_attention_override", model.attention)
-    if model.stages is not None and job.batch_coupled:
-        patcher.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, model.stages.shared_forward)
+@dataclass(eq=False)
+class Wrappers:
+    """What one run puts around the steps of ComfyUI's loop: a method for each of ComfyUI's kinds of wrappers. `code` is
+    that of the network as the run of packs' code begins."""
 
+    model: ComfyModel
+    job: SamplingJob
+    progress: Progress
+    patchers: Sequence[RankPatcher]
+    controls: list[ControlBase]
+    noise: SamplerNoise
+    code: Code | None = None
 
-def _mask_wrapper(mask: Tensor, device: torch.device) -> Callable[..., Tensor]:
-    """Returns an OUTER_SAMPLE wrapper that sets the job's mask, which the host's ComfyUI has prepared."""
+    def put_on(self, patcher: RankPatcher, model: ComfyModel, on_model: list[Any]) -> None:
+        """Puts on the clone of a model what nodes/describe/sampling_job.py has described `on_model`."""
+        objects, options, wrappers, callbacks = on_model
+        if self.job.mask is not None:
+            patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, self.outer_sample)
+        for name, value in objects.items():
+            patcher.add_object_patch(name, value)
+        patcher.model_options.update(options)
+        for groups, add in (wrappers, patcher.add_wrapper_with_key), (callbacks, patcher.add_callback_with_key):
+            for kind, key, functions in groups:
+                for function in functions:
+                    add(kind, key, function)
+        if model.attention is not None:
+            patcher.model_options["transformer_options"].setdefault("optimized_attention_override", model.attention)
+        if model.stages is not None and self.job.batch_coupled:
+            patcher.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, model.stages.shared_forward)
 
-    def sample(
-        executor: Any, noise: Tensor, latent: Tensor, sampler: Any, sigmas: Tensor, _: None, *args: Any, **kwargs: Any
+    def put_around(self, patcher: RankPatcher) -> None:
+        """Puts the wrappers around the loop's steps on the MODEL that it calls."""
+        patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, self.calc_cond_batch)
+        patcher.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, KEY, self.sampler_sample)
+        patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, self.apply_model)
+        inside = WrappersMP.DIFFUSION_MODEL
+        of_packs = patcher.get_all_wrappers(inside) or get_all_wrappers(inside, patcher.model_options, True)
+        if self.job.packs and of_packs:  # they may replace code for the time of the forward
+            patcher.add_wrapper_with_key(inside, KEY, self.diffusion_model)
+
+    def outer_sample(
+        self, executor: Any, noise: Tensor, latent: Tensor, sampler: Any, sigmas: Tensor, _: None, *args: Any, **kw: Any
     ) -> Tensor:
-        # To prepare it again would mix up the masks of several images.
-        prepared = mask.to(device, copy=True)
-        return executor(noise, latent, sampler, sigmas, prepared, *args, **kwargs)
+        """Sets the job's mask, which the host's ComfyUI has prepared: to prepare it again would mix up the masks of
+        several images."""
+        assert self.job.mask is not None
+        mask = self.job.mask.to(self.patchers[0].load_device, copy=True)
+        return executor(noise, latent, sampler, sigmas, mask, *args, **kw)
 
-    return sample
-
-
-def _apply_model_wrapper(
-    model: ComfyModel, progress: Progress, watched: Callable[[], AbstractContextManager[Any]], *, batch_coupled: bool
-) -> Callable[..., Any]:
-    """Returns an APPLY_MODEL wrapper that reports each evaluation and divides its entries over the batch groups."""
-
-    def apply(executor: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        progress.before_evaluation()
-        evaluate = partial(entry_by_entry, executor) if model.stages and not batch_coupled else executor
-        with watched():
-            return model.data_parallel(evaluate, x.shape[0], x, *args, batch_coupled=batch_coupled, **kwargs)
-
-    return apply
-
-
-@contextmanager
-def _watched(model: ComfyModel, patchers: Sequence[RankPatcher], unchanged: Unchanged) -> Iterator[None]:
-    """Raises Refused for a split network that a pack has changed by now. Has another one run with the change."""
-    change = unchanged.change()
-    if change and (model.parallelism.splits_tokens or model.stages is not None):
-        raise Refused("network.meanwhile", what=change)
-    with _running_changed_code(model, patchers) if change else nullcontext():
-        yield
-
-
-def _watched_forward(watched: Callable[[], AbstractContextManager[Any]], executor: Any, *args: Any, **kw: Any) -> Any:
-    """A DIFFUSION_MODEL wrapper inside those of packs, which may replace code for the time of the forward."""
-    with watched():
-        return executor(*args, **kw)
-
-
-@contextmanager
-def _running_changed_code(model: ComfyModel, patchers: Sequence[RankPatcher]) -> Iterator[None]:
-    """Has the networks, in this context, record nothing, and call what ComfyUI's own would. May be nested."""
-    before, model.runs_changed_code = model.runs_changed_code, True
-    try:
-        with ExitStack() as stack:
-            for patcher in patchers:
-                stack.enter_context(patcher.casting_as_natively())
-            yield
-    finally:
-        model.runs_changed_code = before
-
-
-def _control_wrapper(controls: list[ControlBase], model: ComfyModel, *, batch_coupled: bool) -> Callable[..., Any]:
-    """Returns a SAMPLER_SAMPLE wrapper, which starts after ComfyUI has prepared the ControlNets."""
-
-    def sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
-        with own_entries(() if batch_coupled else controls, model.mesh.data), divided(controls, model):
+    def sampler_sample(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Divides the ControlNets, which ComfyUI has prepared by then."""
+        job, model = self.job, self.model
+        controls = [] if job.batch_coupled or job.images_coupled else self.controls
+        with own_entries(controls, model.mesh.data), divided(self.controls, model):
             return executor(*args, **kwargs)
 
-    return sample
+    def apply_model(self, executor: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Reports each evaluation and divides its entries over the batch groups."""
+        self.progress.before_evaluation()
+        together = self.job.batch_coupled or self.job.images_coupled
+        evaluate = partial(entry_by_entry, executor) if self.model.stages and not together else executor
+        with self._watched():
+            return self.model.data_parallel(evaluate, x.shape[0], x, *args, batch_coupled=together, **kwargs)
+
+    def diffusion_model(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._watched():
+            return executor(*args, **kwargs)
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Raises Refused for a split network that a pack has changed by now. Has another one run with the change."""
+        network = self.model.network
+        change = _change(network, self.code, _code_of(network)) if self.code is not None else ""
+        if change and (self.model.parallelism.splits_tokens or self.model.stages is not None):
+            raise Refused("network.meanwhile", what=change)
+        with self.running_changed_code() if change else nullcontext():
+            yield
+
+    @contextmanager
+    def running_changed_code(self) -> Iterator[None]:
+        """Has the networks, in this context, record nothing, and call what ComfyUI's own would. May be nested."""
+        before, self.model.runs_changed_code = self.model.runs_changed_code, True
+        try:
+            with ExitStack() as stack:
+                for patcher in self.patchers:
+                    stack.enter_context(patcher.casting_as_natively())
+                yield
+        finally:
+            self.model.runs_changed_code = before
+
+    def calc_cond_batch(
+        self, executor: Any, model: Any, conds: BranchConds, x: Tensor, timestep: Tensor, options: dict[str, Any]
+    ) -> list[Tensor]:
+        """Returns a denoised prediction [B, C, (T,) H, W] for each branch, as `calc_cond_batch` does, of branches that
+        are divided over batch groups; not those of a `batch_coupled` job."""
+        self.progress.vote()
+        # Batches are limited alike on all ranks; ComfyUI alone would go by each rank's free memory.
+        stages = None if self.job.batch_coupled else self.model.stages
+        most, before = x.shape[0] if stages else self.job.entries_per_call, model.memory_required
+        if most:
+            model.memory_required = lambda shape, *args, **kwargs: 0 if shape[0] <= most else math.inf
+        try:
+            with self.noise.paused():
+                return self._divided_branches(executor, stages, model, conds, x, timestep, options)
+        finally:
+            model.memory_required = before
+
+    def _divided_branches(
+        self, executor: Any, stages: Stages | None, model: Any, conds: BranchConds, x: Tensor, *args: Any
+    ) -> list[Tensor]:
+        branches = [index for index, cond in enumerate(conds) if cond is not None]
+        groups = MeshDim() if self.job.batch_coupled else self.model.mesh.cfg
+        if groups.size == 1 or len(branches) < 2:
+            return _predictions(executor, stages, branches, model, conds, x, *args)
+        local = [branches[position] for position in local_items(groups, len(branches))]
+        local_conds: BranchConds = [cond if index in local else None for index, cond in enumerate(conds)]
+        with refuse_on_all_ranks(groups):  # else the others wait in all_gather forever
+            out = _predictions(executor, stages, local, model, local_conds, x, *args)
+        predictions = torch.stack([out[index] for index in local]) if local else x.new_empty((0, *x.shape))
+        for index, prediction in zip(branches, all_gather(groups, predictions, len(branches)), strict=True):
+            out[index] = prediction
+        return out
+
+
+def _predictions(executor: Any, stages: Stages | None, branches: list[int], *arguments: Any) -> list[Tensor]:
+    """Returns the predictions of these branches; in a pipeline, those of its last stage."""
+    if stages is None or not branches:
+        return executor(*arguments)
+    with stages.in_flight():
+        out = executor(*arguments)
+        (predictions,) = stages.share_outputs([torch.stack([out[index] for index in branches])])
+    for index, prediction in zip(branches, predictions, strict=True):
+        out[index] = prediction
+    return out
 
 
 def _sample(job: SamplingJob, guider: comfy.samplers.CFGGuider, sampler: Any, on_step: OnStep) -> Tensor:
@@ -225,61 +274,6 @@ def _packed(tensor: Any) -> Tensor:
     return comfy.utils.pack_latents(tensor.unbind())[0] if tensor.is_nested else tensor
 
 
-class Branches:
-    """A CALC_COND_BATCH wrapper that divides branches over batch groups; not those of a `batch_coupled` job."""
-
-    def __init__(self, model: ComfyModel, job: SamplingJob, progress: Progress, noise: SamplerNoise) -> None:
-        self._entries_per_call = job.entries_per_call
-        self._stages = None if job.batch_coupled else model.stages
-        self._groups = MeshDim() if job.batch_coupled else model.mesh.cfg
-        self._progress, self._noise = progress, noise
-
-    def __call__(
-        self, executor: Any, model: Any, conds: BranchConds, x: Tensor, timestep: Tensor, model_options: dict[str, Any]
-    ) -> list[Tensor]:
-        """Returns a denoised prediction [B, C, (T,) H, W] for each branch, as `calc_cond_batch` does."""
-        self._progress.vote()
-        limited = _limited_batches(model, x.shape[0] if self._stages else self._entries_per_call)
-        with self._noise.paused(), limited:
-            return self._evaluate_split(executor, model, conds, x, timestep, model_options)
-
-    def _evaluate_split(self, executor: Any, model: Any, conds: BranchConds, x: Tensor, *args: Any) -> list[Tensor]:
-        branches = [index for index, cond in enumerate(conds) if cond is not None]
-        if self._groups.size == 1 or len(branches) < 2:
-            return self._evaluate(executor, branches, model, conds, x, *args)
-        local = [branches[position] for position in local_items(self._groups, len(branches))]
-        local_conds: BranchConds = [cond if index in local else None for index, cond in enumerate(conds)]
-        with refuse_on_all_ranks(self._groups):  # else the others wait in all_gather forever
-            out = self._evaluate(executor, local, model, local_conds, x, *args)
-        predictions = torch.stack([out[index] for index in local]) if local else x.new_empty((0, *x.shape))
-        for index, prediction in zip(branches, all_gather(self._groups, predictions, len(branches)), strict=True):
-            out[index] = prediction
-        return out
-
-    def _evaluate(self, executor: Any, branches: list[int], *arguments: Any) -> list[Tensor]:
-        """Returns the predictions of these branches; in a pipeline, those of its last stage."""
-        if self._stages is None or not branches:
-            return executor(*arguments)
-        with self._stages.in_flight():
-            out = executor(*arguments)
-            (predictions,) = self._stages.share_outputs([torch.stack([out[index] for index in branches])])
-        for index, prediction in zip(branches, predictions, strict=True):
-            out[index] = prediction
-        return out
-
-
-@contextmanager
-def _limited_batches(model: Any, most: int) -> Iterator[None]:
-    """Limits ComfyUI's batches to `most` entries on all ranks; ComfyUI alone would go by each rank's free memory."""
-    before = model.memory_required
-    if most:
-        model.memory_required = lambda shape, *args, **kwargs: 0 if shape[0] <= most else math.inf
-    try:
-        yield
-    finally:
-        model.memory_required = before
-
-
 @contextmanager
 def with_step_cache(model: ComfyModel, patcher: RankPatcher) -> Iterator[StepCache | None]:
     """Runs `patcher`, which is loaded, with a step cache, one branch after another. Yields None at step_cache 0."""
@@ -307,24 +301,23 @@ def with_step_cache(model: ComfyModel, patcher: RankPatcher) -> Iterator[StepCac
         cache.begin_prediction()
         return executor(*arguments)
 
+    def separately(executor: Any, model: Any, conds: list[Any], x: Tensor, *args: Any) -> list[Tensor]:
+        # The cache decides for each branch then, as in several batch groups.
+        out = [torch.zeros_like(x)] * len(conds)
+        for index, cond in enumerate(conds):
+            if cond is not None:
+                only_this = [cond if position == index else None for position in range(len(conds))]
+                out[index] = executor(model, only_this, x, *args)[index]
+        return out
+
     patcher.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, KEY, predict)
-    patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, evaluate_branches_separately)
+    patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, separately)
     patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, evaluate)
     try:
         with cache.caching():
             yield cache
     finally:
         model.cache = None
-
-
-def evaluate_branches_separately(executor: Any, model: Any, conds: list[Any], x: Tensor, *args: Any) -> list[Tensor]:
-    """Calls `calc_cond_batch` a branch at a time: the step cache decides for each then, as in several batch groups."""
-    out = [torch.zeros_like(x)] * len(conds)
-    for index, cond in enumerate(conds):
-        if cond is not None:
-            only_this = [cond if position == index else None for position in range(len(conds))]
-            out[index] = executor(model, only_this, x, *args)[index]
-    return out
 
 
 @contextmanager
@@ -346,40 +339,29 @@ def with_pipefusion(pipefusion: PipeFusion, patcher: ModelPatcher, sigmas: Tenso
         pipefusion.reset()
 
 
-class Unchanged:
-    """What a network's modules, and the code of their classes and of torch's layers, are as a run begins: `begin`."""
-
-    def __init__(self, network: nn.Module) -> None:
-        self._network = network
-
-    def begin(self) -> None:
-        self._before, self._code = _modules(self._network), _code_of(self._network)
-
-    def change(self) -> str:
-        """Returns, on every rank alike, a module that is another one by now, or a method; "" where there is none."""
-        now = _modules(self._network)
-        changed = next((name for name in now if now[name] != self._before.get(name)), None)
-        if changed is not None:
-            return changed or type(self._network).__name__
-        code = _code_of(self._network)
-        replaced = (place for place in code if code[place] is not self._code.get(place))
-        return next((f"{owner.__name__}.{name}" for owner, name in replaced), "")
+def _change(network: nn.Module, before: Code, now: Code) -> str:
+    """Returns, on every rank alike, a module that is another one by now, or a method; "" where there is none."""
+    for name, module in now[0].items():
+        if module != before[0].get(name):
+            return name or type(network).__name__
+    for place, method in now[1].items():
+        if method is not before[1].get(place):
+            owner, name = place
+            return f"{owner.__name__}.{name}"
+    return ""
 
 
-def _modules(network: nn.Module) -> dict[str, Any]:
-    """Returns for each module its class, and which methods of its own and children it has. ComfyUI leaves the class's
-    methods on modules that it has unpatched, so names alone do not tell."""
-    return {name: (type(module), _own_methods(module), [*map(id, module._modules.values())])
-            for name, module in network.named_modules()}  # fmt: skip
-
-
-def _code_of(network: nn.Module) -> dict[tuple[Any, str], Any]:
-    """Returns by owner and name the methods of the modules' classes, torch's among them, and what torch's layers call:
-    a split network runs other code than these in places."""
-    owners = {base for module in network.modules() for base in type(module).__mro__} | {nn.functional}
-    return {(owner, name): code for owner in owners for name, code in vars(owner).items() if callable(code)}
-
-
-def _own_methods(module: nn.Module) -> list[tuple[str, int]]:
-    kind = type(module)
-    return [(name, id(value)) for name, value in vars(module).items() if callable(value) and hasattr(kind, name)]
+def _code_of(network: nn.Module) -> Code:
+    """Returns for each module its class, and which methods of its own and children it has; and by owner and name the
+    methods of the modules' classes, torch's among them, and what torch's layers call: a split network runs other code
+    than these in places."""
+    modules: dict[str, Any] = {}
+    owners: set[Any] = {nn.functional}
+    for path, module in network.named_modules():
+        kind = type(module)
+        owners.update(kind.__mro__)
+        # ComfyUI leaves the class's methods on modules that it has unpatched, so names alone do not tell.
+        own = [(name, id(value)) for name, value in vars(module).items() if callable(value) and hasattr(kind, name)]
+        modules[path] = (kind, own, [*map(id, module._modules.values())])
+    code = {(owner, name): code for owner in owners for name, code in vars(owner).items() if callable(code)}
+    return modules, code
