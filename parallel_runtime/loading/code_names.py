@@ -73,12 +73,6 @@ def pack_reference(module: str) -> str | None:
     return f"{PREFIX}{pack}@{pack_fingerprint(path)}/{inside}"
 
 
-def name_of_pack(module: str) -> str:
-    """Returns the pack whose module this is; "" for none."""
-    found = pack_of(module)
-    return found[1] if found else ""
-
-
 def in_import_order(packs: Iterable[str]) -> list[str]:
     """Sorts PACK@FINGERPRINTs as they were imported: of several that replace one thing, each keeps the last."""
     places = {name: place for place, name in enumerate(sys.modules)}
@@ -170,7 +164,14 @@ def import_pack(pack: str, files: Mapping[str, str] | None = None) -> str:
         raise Refused("pack.other", pack=name, path=path, file=file)
     module = module_of_pack(path)
     if module not in sys.modules:
-        _import(name, module, os.path.join(path, "__init__.py") if os.path.isdir(path) else path)
+        prepare_imports()
+        try:
+            with torch.inference_mode(False):  # as in ComfyUI, when it starts
+                _import_file(os.path.join(path, "__init__.py") if os.path.isdir(path) else path, module)
+        except BaseException as error:  # anybody's code, which may even want to exit
+            for each in [each for each in sys.modules if each == module or each.startswith(f"{module}.")]:
+                del sys.modules[each]
+            raise Refused("pack.fails", pack=name, error=f"{type(error).__name__}: {error}") from error
     return module
 
 
@@ -185,25 +186,8 @@ def installed() -> list[str]:
 
 
 def prepare_imports() -> None:
-    """Imports of ComfyUI what packs take for granted."""
-    _stand_in_for_server()
-    # nodes_latent imports it, and it that: nodes_latent must not be first.
-    importlib.import_module("comfy_extras.nodes_post_processing")
-
-
-def _import(pack: str, name: str, file: str) -> None:
-    prepare_imports()
-    try:
-        with torch.inference_mode(False):  # as in ComfyUI, when it starts
-            _import_file(file, name)
-    except BaseException as error:  # anybody's code, which may even want to exit
-        for module in [module for module in sys.modules if module == name or module.startswith(f"{name}.")]:
-            del sys.modules[module]
-        raise Refused("pack.fails", pack=pack, error=f"{type(error).__name__}: {error}") from error
-
-
-def _stand_in_for_server() -> None:
-    """Gives ComfyUI's PromptServer an instance that serves nothing: packs add routes to it as they are imported."""
+    """Imports of ComfyUI what packs take for granted, and gives its PromptServer, to which packs add routes as they are
+    imported, an instance that serves nothing."""
     importlib.import_module("nodes")  # ComfyUI's: it has to come before `server`
     import server
     from aiohttp import web
@@ -211,6 +195,8 @@ def _stand_in_for_server() -> None:
     if getattr(server.PromptServer, "instance", None) is None:
         known: dict[str, Any] = {"routes": web.RouteTableDef(), "client_id": None, "last_node_id": None, "sockets": {}}
         server.PromptServer.instance = _Nothing(**known)
+    # nodes_latent imports it, and it that: nodes_latent must not be first.
+    importlib.import_module("comfy_extras.nodes_post_processing")
 
 
 class _Nothing:

@@ -77,7 +77,12 @@ class Mapped(ModelPatcher):
             if buffer is not None and buffer.is_floating_point():
                 module._buffers[name] = buffer.to(getattr(module, f"{name}_comfy_model_dtype", buffer.dtype))
         for name in uncast_names(module):
-            if not _casts_as_it_computes(module, name, in_any_case=self.keeps_file_dtype(module)):
+            weight, dtype = module._parameters[name], getattr(module, f"{name}_comfy_model_dtype")
+            # On the CPU, where the file's pages are the weights, ComfyUI's layer widens them at each use, to the bit.
+            widens = weight.device.type == "cpu" and dtype.itemsize > weight.dtype.itemsize
+            if hasattr(module, "comfy_cast_weights") and (widens or self.keeps_file_dtype(module)):
+                module.comfy_cast_weights = True
+            else:
                 cast(module, name)
 
     def keeps_file_dtype(self, module: torch.nn.Module) -> bool:
@@ -95,12 +100,14 @@ class Mapped(ModelPatcher):
     ) -> None:
         uncast = key in combined_patches and self._cast_to_merge(key)
         super().patch_hook_weight_to_device(hooks, combined_patches, key, original_weights, memory_counter)
-        self._back_up_view(key, uncast)
+        if uncast:
+            self.hook_backup[key] = (self.file_views[key], self.hook_backup[key][1])
 
     def patch_cached_hook_weights(self, cached_weights: Any, key: str, memory_counter: Any) -> None:
         uncast = self._cast_to_merge(key)
         super().patch_cached_hook_weights(cached_weights, key, memory_counter)
-        self._back_up_view(key, uncast)
+        if uncast:
+            self.hook_backup[key] = (self.file_views[key], self.hook_backup[key][1])
 
     def unpatch_hooks(self, whitelist_keys_set: set[str] | None = None) -> None:
         """Makes a weight that was cast for a hook a view of the file again."""
@@ -122,10 +129,6 @@ class Mapped(ModelPatcher):
         """Returns what has this weight or attribute, mostly a module, and its name there."""
         path, _, name = key.rpartition(".")
         return comfy.utils.get_attr(self.model, path) if path else self.model, name
-
-    def _back_up_view(self, key: str, uncast: bool) -> None:
-        if uncast:
-            self.hook_backup[key] = (self.file_views[key], self.hook_backup[key][1])
 
     def unpatch_model(self, device_to: torch.device | None = None, unpatch_weights: bool = True) -> None:
         replaced = [*self.object_patches_backup]
@@ -186,17 +189,6 @@ def uncast_names(module: torch.nn.Module) -> list[str]:
     return [name for name, dtype in plain.items() if getattr(module, f"{name}_comfy_model_dtype", dtype) != dtype]
 
 
-def _casts_as_it_computes(module: Any, name: str, *, in_any_case: bool) -> bool:
-    """Has this layer of ComfyUI cast its weights at each use, and returns whether it does: if it can and it should
-    `in_any_case`, or widens them, to the bit, on the CPU, where the file's pages are the weights."""
-    parameter, dtype = module._parameters[name], getattr(module, f"{name}_comfy_model_dtype")
-    widens = parameter.device.type == "cpu" and dtype.itemsize > parameter.dtype.itemsize
-    if not hasattr(module, "comfy_cast_weights") or not (in_any_case or widens):
-        return False
-    module.comfy_cast_weights = True
-    return True
-
-
 def cast(module: Any, name: str) -> None:
     """Casts a weight to the dtype into which ComfyUI's loader would have copied it."""
     with torch._C.DisableTorchFunctionSubclass():  # a plain weight, also where a pack's file has another class
@@ -209,9 +201,15 @@ def load_by_node(kind: type[Kind], node: Any, inputs: dict[str, Any]) -> list[Ki
     v3 = hasattr(node, "GET_SCHEMA")
     with calls_loader(kind):
         made = node.execute(**inputs) if v3 else getattr(node(), node.FUNCTION)(**inputs)
-    leaves = tree_leaves(made.args if v3 else made)
-    patchers = (one.patcher if isinstance(one, comfy.sd.CLIP) else one for one in leaves)
-    return [with_views(_as_kind(kind, one)) for one in patchers if isinstance(one, ModelPatcher)]
+    patchers = []
+    for one in tree_leaves(made.args if v3 else made):
+        patcher: Any = one.patcher if isinstance(one, comfy.sd.CLIP) else one
+        if isinstance(patcher, ModelPatcher):
+            of_pack = type(patcher)
+            if not isinstance(patcher, kind):  # it keeps what a pack's class does otherwise
+                patcher.__class__ = kind if of_pack is ModelPatcher else _kind_of_pack(kind, of_pack)
+            patchers.append(with_views(patcher))
+    return patchers
 
 
 def load_same(kind: type[Kind], node: Any, call: dict[str, Any], expected: str, *, text_encoder: bool) -> Kind | None:
@@ -273,15 +271,14 @@ def network_fingerprint(model: ModelPatcher) -> str:
     missing = tuple(f".{name}" for name in _missing.get(model.model, ()))  # below the encoder that the file is of
     classes = [qualified_name(one) for one in type(model).__mro__ if is_of_a_pack(one)]
     layers = [f"{path} {qualified_name(type(one))}" for path, one in modules.items()]
-    samples = (
-        sample
-        for path, module in modules.items()
-        for name, weight in _stored(module)
-        if not f".{path}.{name}".endswith(missing)
-        for sample in stored_samples(
-            backup.get(f"{path}.{name}", weight), getattr(module, f"{name}_comfy_model_dtype", None)
-        )
-    )
+    samples = []
+    for path, module in modules.items():
+        for name, weight in sorted((module._parameters | module._buffers).items()):  # dynamic VRAM has another order
+            key = f"{path}.{name}"
+            in_file = weight is not None and name not in module._non_persistent_buffers_set and not weight.is_meta
+            if in_file and not f".{key}".endswith(missing):
+                dtype = getattr(module, f"{name}_comfy_model_dtype", None)
+                samples += stored_samples(backup.get(key, weight), dtype)
     return fingerprint(*classes, *layers, *samples)[:32]
 
 
@@ -294,21 +291,6 @@ def _layers(model: ModelPatcher) -> dict[str, nn.Module]:
             modules = {path: one for path, one in modules.items() if not path.startswith(f"{name}.")}
             modules |= dict(before.named_modules(prefix=name))
     return dict(sorted(modules.items()))
-
-
-def _stored(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yields a module's own parameters, and those of its buffers that files have."""
-    for name, weight in sorted((module._parameters | module._buffers).items()):  # dynamic VRAM has another order
-        if weight is not None and name not in module._non_persistent_buffers_set and not weight.is_meta:
-            yield name, weight
-
-
-def _as_kind(kind: type[Kind], model: Any) -> Kind:
-    """Makes the loaded MODEL a `kind`, if it is not already, which keeps what a pack's class does otherwise."""
-    if not isinstance(model, kind):
-        kinds: tuple[Any, Any] = (kind, type(model))
-        model.__class__ = kind if kinds[1] is ModelPatcher else _kind_of_pack(*kinds)
-    return model
 
 
 @cache

@@ -28,7 +28,7 @@ from .code_names import (
     LOCAL,
     home_of,
     is_comfyui,
-    name_of_pack,
+    pack_of,
     pack_reference,
     packs_named,
     qualified_name,
@@ -51,6 +51,7 @@ IN_COMFYUI = {"KSampler", "sample", "ksampler", "sampler_object", "calculate_sig
 MERGES = ("comfy.lora", "comfy.weight_adapter.")
 GLIGEN = ("comfy.gligen",)
 ATTENTION = ("optimized_attention", "optimized_attention_masked")  # modules of networks import ComfyUI's choice so
+TORCH_FUNCTIONS = (*dir(torch._C._VariableFunctions), *torch.functional.__all__)  # of tensors
 refused_with: dict[str, dict[str, list[str]]] = {}  # in ComfyUI's process, by PACK@FINGERPRINT: `note_refused`
 VALUES = bool | int | float | complex | str | bytes | torch.dtype | torch.device | None
 
@@ -107,7 +108,10 @@ def check_replaced(wanted: dict[str, list[str]], found: list[Replaced]) -> None:
     here = {one.name: one for one in found}
     for name in sorted(wanted.keys() | here.keys()):
         if name not in here or name not in wanted or wanted[name][0] != here[name].fingerprint:
-            pack = name_of_pack(home_of(here[name].code)) if name in here else wanted[name][1]
+            if name in here:
+                _, pack = pack_of(home_of(here[name].code)) or ("", "")
+            else:
+                pack = wanted[name][1]
             raise Refused("pack.replaces", pack=pack.partition("@")[0], name=name)
 
 
@@ -129,7 +133,7 @@ def forget_put_back() -> None:
 def replaced_in_loop() -> list[Replaced]:
     """Finds functions, methods and classes of ComfyUI's sampling loop that a pack has replaced."""
     found = []
-    for one in _replaced(_loaded(LOOP)):
+    for one in replaced_in(LOOP):
         own = one.name.removeprefix("comfy.samplers.").partition(".")[0]
         if own not in IN_COMFYUI and not own.endswith("_scheduler"):
             found.append(one)
@@ -154,7 +158,7 @@ def replaced_in_network(network: nn.Module) -> Iterator[Replaced]:
         attention = _value(module, name) or CHOSEN_ATTENTION
         if is_comfyui(attention) and attention is not CHOSEN_ATTENTION:
             yield Replaced(f"{module.__name__}.{name}", attention)
-    for module, names in ((torch, _torch_functions()), (nn.functional, _own_names(nn.functional))):
+    for module, names in ((torch, TORCH_FUNCTIONS), (nn.functional, _own_names(nn.functional))):
         for name in names:
             if _replaces(vars(module).get(name), module.__name__, name):
                 yield Replaced(f"{module.__name__}.{name}", vars(module)[name])
@@ -203,19 +207,6 @@ def _parts(value: Any, seen: set[int]) -> Iterator[tuple[str, str]]:
 
 def _module(value: Any) -> str:
     return pack_reference(home_of(value)) or ""
-
-
-def _chosen_attention() -> Any:
-    """Returns what ComfyUI chose as it started: most modules of networks have it, though a pack that was imported
-    before us may have set another in some."""
-    chosen = (vars(module).get(ATTENTION[0]) for module in [comfy.ldm.modules.attention, *_loaded(NETWORKS)])
-    return Counter(one for one in chosen if is_comfyui(one)).most_common(1)[0][0]
-
-
-@functools.cache
-def _torch_functions() -> tuple[str, ...]:
-    """Returns the names of torch's functions of tensors."""
-    return (*dir(torch._C._VariableFunctions), *torch.functional.__all__)
 
 
 def _replaced_methods(base: type) -> Iterator[Replaced]:
@@ -392,4 +383,7 @@ def name_in_pack(value: Any) -> str:
     return qualified_name(value)
 
 
-CHOSEN_ATTENTION = _chosen_attention()  # in a worker, before it imports a pack
+# What ComfyUI chose as it started; in a worker, before it imports a pack. Most modules of networks have it, though a
+# pack that was imported before us may have set another in some.
+_chosen = (vars(module).get(ATTENTION[0]) for module in [comfy.ldm.modules.attention, *_loaded(NETWORKS)])
+CHOSEN_ATTENTION = Counter(filter(is_comfyui, _chosen)).most_common(1)[0][0]

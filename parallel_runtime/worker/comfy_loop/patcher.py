@@ -239,9 +239,9 @@ class RankPatcher(Mapped):
             fetched = {module for unit in state.offload_set.offloaded for module in unit.modules()}
         for name, module in reversed(_leaves(self.model)):
             keys = [f"{name}.{key}" for key, parameter in module._parameters.items() if parameter is not None]
-            if freed >= nbytes or name in state.given_back or not keys or not self.file_views.keys() >= set(keys):
+            if freed >= nbytes or name in state.given_back or module in fetched or not keys:
                 continue
-            if module in fetched:
+            if not self.file_views.keys() >= set(keys):
                 continue
             freed += weight_bytes(module)
             for key in keys:
@@ -343,22 +343,18 @@ class RankPatcher(Mapped):
                 self.settle(module)
                 vars(module)["comfy_patched_weights"] = True  # or ComfyUI would patch them again
             resident = unit not in offload_set.offloaded
-            self._add(prefetcher, unit, block=number < len(offload_set.blocks), resident=resident)
+            path = next(name for name, module in self.model.named_modules() if module is unit)
+            views = {name: self.file_views[f"{path}.{name}"] for name, _ in unit.named_parameters()}
+            current = dict(unit.named_parameters())
+            unpatched = all(view.data_ptr() == current[name].data_ptr() for name, view in views.items())
+            if not prefetcher.source.staged and unpatched:  # main memory is the device: they stay in the mapped file
+                self.weight_state.in_file_bytes += 0 if resident else weight_bytes(unit)
+            else:
+                prefetcher.add(unit, block=number < len(offload_set.blocks), resident=resident)
+                for name, view in views.items():
+                    self.backup.setdefault(f"{path}.{name}", Backup(view, False))
             self.on_progress(number / len(units))
         return prefetcher
-
-    def _add(self, prefetcher: BlockPrefetcher, unit: torch.nn.Module, *, block: bool, resident: bool) -> None:
-        path = next(name for name, module in self.model.named_modules() if module is unit)
-        names = [f"{path}.{name}" for name, _ in unit.named_parameters()]
-        originals = {name: self.file_views[name] for name in names}
-        current = dict(zip(originals, unit.parameters(), strict=True))
-        unpatched = all(original.data_ptr() == current[name].data_ptr() for name, original in originals.items())
-        if not prefetcher.source.staged and unpatched:  # main memory is the device: they stay in the mapped file
-            self.weight_state.in_file_bytes += 0 if resident else weight_bytes(unit)
-            return
-        prefetcher.add(unit, block=block, resident=resident)
-        for name, weight in originals.items():
-            self.backup.setdefault(name, Backup(weight, False))
 
     def _repatch(self, device: torch.device) -> int:
         """Merges these patches in place of the last ones, into the file's weights: ComfyUI would load all again."""
