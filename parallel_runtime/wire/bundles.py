@@ -46,15 +46,23 @@ def write_bundle(value: Any) -> int:
     tensors: dict[str, Tensor] = {}
     tree = _fold(value, "value", tensors, {})
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))  # keeps every view aligned
-    header, offsets, total = _layout(tree, tensors)
-    if total > LIMIT:
-        raise too_large(total)
-    fd = empty_bundle(total)
+    entries: dict[str, Any] = {"__metadata__": {"tree": json.dumps(tree)}}
+    position = 0
+    for name, tensor in tensors.items():
+        end = position + tensor.numel() * tensor.element_size()
+        entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [position, end]}
+        position = end
+    body = json.dumps(entries).encode()
+    body += b" " * (-(len(body) + 8) % 64)  # the tensors begin aligned
+    start = 8 + len(body)
+    if start + position > LIMIT:
+        raise too_large(start + position)
+    fd = empty_bundle(start + position)
     try:
-        with mmap.mmap(fd, total) as memory:
-            memory[: len(header)] = header
+        with mmap.mmap(fd, start + position) as memory:
+            memory[:start] = len(body).to_bytes(8, "little") + body
             for name, tensor in tensors.items():
-                _copy(tensor, memory, offsets[name])
+                _copy(tensor, memory, start + entries[name]["data_offsets"][0])
         if hasattr(fcntl, "F_ADD_SEALS"):
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
     except BaseException:
@@ -69,7 +77,11 @@ def too_large(size: int) -> Refused:
 
 def empty_bundle(size: int) -> int:
     """Returns a memory file of `size` bytes. Raises OSError (ENOSPC) where the memory is not there."""
-    fd = _anonymous_file()
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("cp-bundle", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    else:
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
     try:
         os.posix_fallocate(fd, 0, size)
     except BaseException:
@@ -91,28 +103,6 @@ def read_bundle(fd: int) -> Any:
         raise ProtocolError(f"not a bundle: {error!r}") from error
     finally:
         os.close(fd)
-
-
-def _anonymous_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("cp-bundle", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
-
-
-def _layout(tree: Any, tensors: dict[str, Tensor]) -> tuple[bytes, dict[str, int], int]:
-    entries: dict[str, Any] = {"__metadata__": {"tree": json.dumps(tree)}}
-    position = 0
-    for name, tensor in tensors.items():
-        place = [position, position + tensor.numel() * tensor.element_size()]
-        entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
-        position = place[1]
-    body = json.dumps(entries).encode()
-    # The tensors begin aligned.
-    body += b" " * (-(len(body) + 8) % 64)
-    start = 8 + len(body)
-    offsets = {name: start + entries[name]["data_offsets"][0] for name in tensors}
-    return len(body).to_bytes(8, "little") + body, offsets, start + position
 
 
 def _copy(tensor: Tensor, memory: mmap.mmap, offset: int) -> None:

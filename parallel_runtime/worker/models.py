@@ -213,13 +213,8 @@ class Models:
         model.parallelism = parallelism
         model.place_weights(self._placement(request.weight_placement, parallelism))
         model.compile(spec.compilation)
-        self._evict_graphs_for(model)
-        self._end_idle_meshes()
-        return model
-
-    def _evict_graphs_for(self, model: Model) -> None:
-        """Discards other models' recordings before the first evaluations of a model without any, where these may need
-        their memory. Collective where there are other models."""
+        # Other models' recordings give way to the first evaluations of a model without any, where these may need their
+        # memory. Collective where there are other models.
         other_runners = [other.graph_runner for other in self.loaded if other is not model]
         model.graph_runner.other_models_bytes = partial(self._recorded_bytes, but=model)
         recorded = self._recorded_bytes(but=model)
@@ -228,6 +223,8 @@ class Models:
             for runner in other_runners:
                 runner.discard()
             empty_cache(self._device)
+        self._end_idle_meshes()
+        return model
 
     def _recorded_bytes(self, *, but: Model) -> int:
         return sum(other.graph_runner.stats.bytes for other in self.loaded if other is not but)

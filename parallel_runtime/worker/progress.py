@@ -78,7 +78,12 @@ class Progress:
     def vote(self, dim: MeshDim | None = None) -> None:
         """Raises Cancelled on all ranks of `dim`, or of the group, or on none. Call it on all of them together."""
         self.heartbeat()
-        if any_rank(self._received_cancel(), dim):
+        while not self._cancelled and self._channel.waiting():
+            message, bundle = self._channel.receive()
+            if bundle is not None:
+                os.close(bundle)
+            self._cancelled = isinstance(message, Cancel) and message.job == self._job
+        if any_rank(self._cancelled, dim):
             raise Cancelled
 
     def heartbeat(self) -> None:
@@ -168,14 +173,6 @@ class Progress:
         due = now - self._last_heartbeat > HEARTBEAT_SECONDS or phase != self._phase
         if due and self._channel.offer(Heartbeat(self._job, loaded, self.readings(), self._busy)):
             self._last_heartbeat, self._phase = now, phase
-
-    def _received_cancel(self) -> bool:
-        while not self._cancelled and self._channel.waiting():
-            message, bundle = self._channel.receive()
-            if bundle is not None:
-                os.close(bundle)
-            self._cancelled = isinstance(message, Cancel) and message.job == self._job
-        return self._cancelled
 
 
 class Previews:

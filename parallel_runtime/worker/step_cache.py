@@ -57,7 +57,12 @@ class StepCache:
         forwards = [(block, vars(block).get("forward"), forward) for block, forward in self._forwards()]
         for block, _, forward in forwards:
             block.forward = forward  # type: ignore[method-assign]
-        handle = self._transformer.register_forward_pre_hook(self._detect_replacements, with_kwargs=True)
+
+        def detect_replacements(_: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            options = kwargs.get("transformer_options") or {}
+            self._replaced = bool((options.get("patches_replace") or {}).get("dit"))
+
+        handle = self._transformer.register_forward_pre_hook(detect_replacements, with_kwargs=True)
         try:
             yield
         finally:
@@ -93,10 +98,6 @@ class StepCache:
         device = next(self._transformer.parameters()).device
         local = torch.tensor([self.skipped, self.evaluations], device=device)
         return (self._all_gather(local, self._mesh.cfg).sum(0) if shared else local).tolist()
-
-    def _detect_replacements(self, _: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        options = kwargs.get("transformer_options") or {}
-        self._replaced = bool((options.get("patches_replace") or {}).get("dit"))
 
     def _forwards(self) -> Iterator[tuple[nn.Module, Forward]]:
         for number, module_plan in enumerate(self._plan.trunk):
@@ -149,28 +150,24 @@ class StepCache:
         return forward
 
     def _decide(self, residual: Tensor, names: Names) -> None:
-        branch = self._branch
+        """Skips if all rows are below the threshold; a NaN, or a last residual of zero, is not."""
+        branch, context = self._branch, self._mesh.context
         assert branch is not None, "an evaluation of no branch"
         streams = streams_of(self._transformer)
         if streams is not None:
             residual = streams.local_tokens(names).to_chunks(residual)
-        self._skipping = branch.first_residual is not None and self._repeats(residual, branch.first_residual)
+        self._skipping, last = False, branch.first_residual
+        if last is not None:
+            tokens = [part.abs().flatten(1).sum(dim=1, dtype=torch.float32) for part in (residual - last, last)]
+            difference, size = self._all_gather(torch.stack(tokens), context).sum(0)
+            excess = (difference - self._threshold * size).max()
+            self._skipping = bool(self._all_gather(excess, self._mesh.data).max() < 0)
+            if context.group_state.heterogeneous:  # such devices may sum in other orders
+                self._skipping = not any_rank(any_rank(not self._skipping, context), self._mesh.data)
         self.evaluations += 1
         self.skipped += self._skipping
         if not self._skipping:
             branch.first_residual = residual
-
-    def _repeats(self, residual: Tensor, last: Tensor) -> bool:
-        """Returns whether all rows are below the threshold; a NaN, or a last residual of zero, is not."""
-        tokens = [part.abs().flatten(1).sum(dim=1, dtype=torch.float32) for part in (residual - last, last)]
-        difference, size = self._all_gather(torch.stack(tokens), self._mesh.context).sum(0)
-        excess = (difference - self._threshold * size).max()
-        repeats = bool(self._all_gather(excess, self._mesh.data).max() < 0)
-        context = self._mesh.context
-        if not context.group_state.heterogeneous:
-            return repeats
-        # Devices of several kinds may sum in other orders.
-        return not any_rank(any_rank(not repeats, context), self._mesh.data)
 
     def _all_gather(self, local: Tensor, dim: MeshDim) -> Tensor:
         """Gathers `local` of every rank into [ranks of `dim`, ...], with the same bits on each."""

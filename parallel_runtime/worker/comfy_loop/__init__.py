@@ -48,7 +48,13 @@ def import_comfyui(setup: ComfySetup, device: torch.device) -> None:
 
     comfy_device = comfy.model_management.get_torch_device()
     assert comfy_device.type == device.type, f"ComfyUI runs on {comfy_device}, this rank on {device}"
-    _check_off()
+    # Only a flag has dynamic VRAM or its compiler on in known versions.
+    from ...loading.mapped import has_dynamic_vram
+
+    compiler = not getattr(args, "disable_comfy_compiler", True) or getattr(args, "enable_comfy_compiler", False)
+    for what, on, flag in (("dynamic VRAM", has_dynamic_vram(), OFF[0]), ("its model compiler", compiler, OFF[1])):
+        if on:
+            raise Refused("comfyui.flag", version=comfyui_version.__version__, what=what, flag=flag)
 
 
 def _flags(setup: ComfySetup, device: torch.device) -> list[str]:
@@ -59,20 +65,6 @@ def _flags(setup: ComfySetup, device: torch.device) -> list[str]:
     off = [flag for flag in OFF if f'"{flag}"' in known]
     flags = [flag for flag in setup.flags if flag not in {*OFF, *ON, *VRAM_FLAGS}]
     return [*(["--cpu"] if device.type == "cpu" else []), *flags, *off]
-
-
-def _check_off() -> None:
-    """Raises Refused where ComfyUI has dynamic VRAM or its compiler on, which only a flag does in known versions."""
-    import comfy.cli_args
-    import comfyui_version
-
-    from ...loading.mapped import has_dynamic_vram
-
-    args = comfy.cli_args.args
-    compiler = not getattr(args, "disable_comfy_compiler", True) or getattr(args, "enable_comfy_compiler", False)
-    for what, on, flag in (("dynamic VRAM", has_dynamic_vram(), OFF[0]), ("its model compiler", compiler, OFF[1])):
-        if on:
-            raise Refused("comfyui.flag", version=comfyui_version.__version__, what=what, flag=flag)
 
 
 def start(setup: ComfySetup, device: torch.device) -> tuple[dict[type, Loop], dict[type, Load]]:
