@@ -16,13 +16,8 @@ SAMPLES = 64  # pieces of a file
 VALUES = 32  # of a weight; a small one is sampled whole
 WHOLE = 1024  # values
 PIECE_BYTES = 64 << 10
-BUILT_BY = (  # what does not show in its modules
-    "config",
-    "latent_format",
-    "timestep_conditioning",
-    "decode_noise_scale",
-    "decode_timestep",
-)
+# What does not show in its modules.
+BUILT_BY = ("config", "latent_format", "timestep_conditioning", "decode_noise_scale", "decode_timestep")
 
 
 def fingerprint(*parts: str | bytes | Tensor) -> str:
@@ -40,13 +35,9 @@ def model_fingerprint(model: nn.Module, dtype: torch.dtype) -> str:
     """Fingerprints a model by its structure and samples of every weight, rounded to `dtype`. Weights may be on several
     devices."""
     built = repr([getattr(model, name, None) for name in BUILT_BY])
-    weights = (tensor for _, tensor in _by_name(model) if tensor.is_floating_point())
+    # By name: with dynamic VRAM a Linear of ComfyUI's has weight and bias in the order in which the file holds them.
+    weights = (tensor for _, tensor in sorted(model.state_dict().items()) if tensor.is_floating_point())
     return fingerprint(str(model), built, *(sample(tensor).to(dtype) for tensor in weights))
-
-
-def _by_name(model: nn.Module) -> list[tuple[str, Tensor]]:
-    # With dynamic VRAM a Linear of ComfyUI's has its weight and bias in the order in which the file holds them.
-    return sorted(model.state_dict().items(), key=lambda item: item[0])
 
 
 def stat_file(path: str) -> SourceFile:

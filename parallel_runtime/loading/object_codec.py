@@ -98,20 +98,17 @@ class Describer:
         of_pack = of.of_pack or _is_code_of_a_pack(value)
         kind, row = next((name, row) for name, row in ALL_KINDS.items() if row.fits(value))
         node = {"kind": kind, **row.describe(value, Parts(self, of.what, (*of.around, id(value)), of_pack))}
-        self._note_pack(node, of.what)
+        for name in (node.get("name"), node.get("class"), *node.get("bases", ())):
+            if packs := packs_named(str(name)):
+                if not self._takes_packs:
+                    raise Unsendable("unsendable.foreign", what=of.what, thing=str(name))
+                self.packs |= dict.fromkeys(packs)
         if _is_code_of_a_pack(value):
             self.code.append(value)
         number = self._numbers[id(value)] = self._next_number
         self._values[number] = value
         self._next_number += 1
         return {**node, "number": number, "returned": of_pack and kind in RETURNED}
-
-    def _note_pack(self, node: Node, what: str) -> None:
-        for name in (node.get("name"), node.get("class"), *node.get("bases", ())):
-            if packs := packs_named(str(name)):
-                if not self._takes_packs:
-                    raise Unsendable("unsendable.foreign", what=what, thing=str(name))
-                self.packs |= dict.fromkeys(packs)
 
     def take_back(self, changes: Described) -> None:
         """Gives the lists, dicts and objects of packs what the run has left in them."""
@@ -257,27 +254,19 @@ def _rebuild_loaded(node: Node, make: Rebuilder) -> Any:
         return make.patcher if node["of_model"] == "patcher" else make.patcher and make.patcher.model
     if node["file"]["kind"] == "vae":
         return make.load({**node["file"], "weights": make(node["weights"])})
-    loaded = make.load(node["file"])
-    match node["file"]["kind"]:
-        case "control_net":
-            return _control_net_of_a_run(loaded.copy(), node, make)
-        case "hypernetwork":
-            return type(loaded)(loaded.hypernet, node["file"]["strength"])
-    return loaded.model if node["network_alone"] else loaded
-
-
-def _control_net_of_a_run(made: Any, node: Node, make: Rebuilder) -> Any:
-    """A ControlNet is made for one run, so that nothing is left of another one's hint."""
+    loaded: Any = make.load(node["file"])
+    if node["file"]["kind"] == "hypernetwork":
+        return type(loaded)(loaded.hypernet, node["file"]["strength"])
+    if node["file"]["kind"] != "control_net":
+        return loaded.model if node["network_alone"] else loaded
+    # A ControlNet is made for one run, so that nothing is left of another one's hint.
+    made = loaded.copy()
     vars(made).update(make(node["settings"]))
     made.cond_hint_original = make(node["image"]).movedim(-1, 1)
     made.extra_concat_orig = make(node["masks"])
     made.vae = make(node["vae"])
     made.previous_controlnet = make(node["previous"])
     return made
-
-
-def _is_sampling(value: Any) -> bool:
-    return isinstance(value, nn.Module) and hasattr(value, "percent_to_sigma")
 
 
 def _describe_sampling(sampling: nn.Module, to: Parts) -> Node:
@@ -338,7 +327,11 @@ def _rebuild_network(node: Node, make: Rebuilder) -> nn.Module:
 
 MODEL_KINDS = {
     "loaded": Kind(_is_loaded, _describe_loaded, _rebuild_loaded),
-    "sampling": Kind(_is_sampling, _describe_sampling, _rebuild_sampling),
+    "sampling": Kind(
+        lambda value: isinstance(value, nn.Module) and hasattr(value, "percent_to_sigma"),
+        _describe_sampling,
+        _rebuild_sampling,
+    ),
     "network": Kind(of_types(nn.Module), _describe_network, _rebuild_network),
 }
 ALL_KINDS = MODEL_KINDS | KINDS

@@ -162,17 +162,12 @@ def replaced_in_network(network: nn.Module) -> Iterator[Replaced]:
         for name in names:
             if _replaces(vars(module).get(name), module.__name__, name):
                 yield Replaced(f"{module.__name__}.{name}", vars(module)[name])
-    yield from _hooks_on_all()
+    for name in ("_global_forward_pre_hooks", "_global_forward_hooks"):  # those on all modules of this process
+        hooks = vars(torch.nn.modules.module)[name].values()
+        yield from (Replaced(f"torch.nn.modules.module.{name}", hook) for hook in hooks)
     attention = nn.functional.scaled_dot_product_attention
     if attention is not torch._C._nn.scaled_dot_product_attention and not is_in_a_pack(attention):
         yield Replaced("torch.nn.functional.scaled_dot_product_attention", attention)  # a library's, by a pack
-
-
-def _hooks_on_all() -> Iterator[Replaced]:
-    """Yields the hooks that are on all modules of this process."""
-    for name in ("_global_forward_pre_hooks", "_global_forward_hooks"):
-        hooks = vars(torch.nn.modules.module)[name].values()
-        yield from (Replaced(f"torch.nn.modules.module.{name}", hook) for hook in hooks)
 
 
 def _parts(value: Any, seen: set[int]) -> Iterator[tuple[str, str]]:

@@ -74,12 +74,6 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def end_parent(parent: int) -> None:
-    """Sends SIGKILL to the process `parent` if it still is our parent: a stopped one would not end by itself."""
-    if os.getppid() == parent:
-        os.kill(parent, signal.SIGKILL)
-
-
 if __name__ == "__main__":
     # A host that was killed has not removed the group's private folder.
     die_when(lambda: os.read(sys.stdin.fileno(), 1), lambda: shutil.rmtree(os.environ["CP_FOLDER"], ignore_errors=True))

@@ -7,6 +7,7 @@ import logging
 import os
 import resource
 import shutil
+import signal
 import time
 import typing
 from collections.abc import Callable, Sequence
@@ -32,7 +33,7 @@ from ..specs import ComfySetup, Parallelism
 from ..wire import messages
 from ..wire.bundles import empty_bundle, read_bundle, write_bundle
 from ..wire.channel import KEY, Channel, TcpChannel
-from .agent import AGENT_PID, die_when, end_parent
+from .agent import AGENT_PID, die_when
 from .models import Load, Loop, Model, Models
 from .progress import Cancelled, Progress
 
@@ -270,7 +271,8 @@ def main(address: str) -> None:
     def end_torchrun() -> None:
         """Removes the group's folder and kills torchrun, as the host would if it still ran."""
         shutil.rmtree(os.environ["CP_FOLDER"], ignore_errors=True)
-        end_parent(int(os.environ[AGENT_PID]))
+        if os.getppid() == (agent := int(os.environ[AGENT_PID])):  # a stopped one would not end by itself
+            os.kill(agent, signal.SIGKILL)
 
     die_when(channel.hung_up, end_torchrun)
     channel.send(messages.Ready(ranks.rank(), os.getpid(), os.environ.pop(TOKEN), messages.PROTOCOL))

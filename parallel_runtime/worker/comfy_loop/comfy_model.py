@@ -300,18 +300,17 @@ def load(
 def load_patcher(spec: ModelSpec) -> RankPatcher | None:
     """Returns what the loader makes in this worker; None where that has not the spec's fingerprint, if it has one.
     Raises Refused where the node of a pack fails."""
-    loader, arguments = named(spec.loader), json.loads(spec.arguments, object_hook=_out_of_json)
+
+    def decode(value: dict[str, Any]) -> Any:  # the dtypes and enums that nodes/describe/model.py encodes
+        if value.keys() == {"enum", "name"}:
+            return named(value["enum"])[value["name"]]
+        return getattr(torch, value["torch.dtype"]) if value.keys() == {"torch.dtype"} else value
+
+    loader, arguments = named(spec.loader), json.loads(spec.arguments, object_hook=decode)
     if isinstance(arguments, list):
         patcher = load_mapped(RankPatcher, loader, arguments, spec.index)
         return patcher if spec.weights_fingerprint in ("", network_fingerprint(patcher)) else None
     return load_same(RankPatcher, loader, arguments, spec.weights_fingerprint, text_encoder=spec.text_encoder)
-
-
-def _out_of_json(value: dict[str, Any]) -> Any:
-    """Decodes the dtypes and enums that nodes/describe/model.py encodes."""
-    if value.keys() == {"enum", "name"}:
-        return named(value["enum"])[value["name"]]
-    return getattr(torch, value["torch.dtype"]) if value.keys() == {"torch.dtype"} else value
 
 
 def evaluate(model: ComfyModel, job: EvaluationJob, progress: Progress) -> dict[str, Any]:

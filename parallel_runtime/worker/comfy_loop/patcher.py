@@ -121,16 +121,15 @@ class RankPatcher(Mapped):
             if (dynamic_vram := self.weight_state.dynamic_vram) is not None:
                 if not hasattr(module, "comfy_cast_weights"):
                     return None
-                if module in dynamic_vram.fetched and name in MERGED_AS_FETCHED and not self._is_resized(key):
-                    return self._merge_as_fetched(key, module, device_to)
+                if module in dynamic_vram.fetched and name in MERGED_AS_FETCHED:
+                    # Not where patches change the size of a weight of this layer.
+                    layer = key.rpartition(".")[0]
+                    patched = [each for each in (f"{layer}.{one}" for one in MERGED_AS_FETCHED) if each in self.patches]
+                    weights = {each: comfy.utils.get_attr(self.model, each) for each in patched}
+                    shape_of = comfy.lora.calculate_shape
+                    if all(shape_of(self.patches[each], w, each) == w.shape for each, w in weights.items()):
+                        return self._merge_as_fetched(key, module, device_to)
         return super().patch_weight_to_device(key, device_to, *args, **kwargs)
-
-    def _is_resized(self, key: str) -> bool:
-        """Returns whether patches change the size of a weight of the layer that has this one."""
-        layer = key.rpartition(".")[0]
-        patched = [each for name in MERGED_AS_FETCHED if (each := f"{layer}.{name}") in self.patches]
-        weights = {each: comfy.utils.get_attr(self.model, each) for each in patched}
-        return any(comfy.lora.calculate_shape(self.patches[x], w, x) != w.shape for x, w in weights.items())
 
     def _merge_as_fetched(self, key: str, module: torch.nn.Module, device: torch.device | None) -> None:
         """Merges patches as dynamic VRAM does when it fetches a layer (`resolve_cast_module_with_vbar` of
