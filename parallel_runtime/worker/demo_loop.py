@@ -40,23 +40,20 @@ def load(spec: ModelSpec, device: torch.device, on_progress: Callable[[float], N
 
 def run(model: DemoModel, job: DemoJob, progress: Progress) -> dict[str, Any]:
     """Returns {"samples": [B, C, H, W] in model space}."""
-    sigmas, x = job.sigmas.to(model.device), job.noise.to(model.device)
+    sigmas, x, groups = job.sigmas.to(model.device), job.noise.to(model.device), model.mesh.cfg
+    prompts = [job.positive] if job.cfg == 1.0 else [job.positive, job.negative]
     for step, (sigma, following) in enumerate(pairwise(sigmas)):
-        velocity = _velocity(model, job, x, sigma.expand(x.shape[0]), progress)
+        progress.vote()
+        local = []
+        with refuse_on_all_ranks(groups):
+            for index in local_items(groups, len(prompts)):
+                progress.before_evaluation()
+                cond = tree_map_only(Tensor, lambda tensor: tensor.to(model.device), prompts[index])
+                local.append(model(x, sigma.expand(x.shape[0]), cond))
+        predictions = torch.stack(local) if local else x.new_empty((0, *x.shape))
+        positive, *negative = all_gather(groups, predictions, len(prompts))
+        velocity = negative[0] + job.cfg * (positive - negative[0]) if negative else positive
         x0 = x - sigma * velocity
         x = x + (following - sigma) * velocity
         progress.step(step, len(sigmas) - 1, x0, x)
     return {"samples": x}
-
-
-def _velocity(model: DemoModel, job: DemoJob, x: Tensor, sigma: Tensor, progress: Progress) -> Tensor:
-    prompts = [job.positive] if job.cfg == 1.0 else [job.positive, job.negative]
-    progress.vote()
-    local, groups = [], model.mesh.cfg
-    with refuse_on_all_ranks(groups):
-        for index in local_items(groups, len(prompts)):
-            progress.before_evaluation()
-            local.append(model(x, sigma, tree_map_only(Tensor, lambda tensor: tensor.to(x.device), prompts[index])))
-    predictions = torch.stack(local) if local else x.new_empty((0, *x.shape))
-    positive, *negative = all_gather(groups, predictions, len(prompts))
-    return negative[0] + job.cfg * (positive - negative[0]) if negative else positive
