@@ -24,17 +24,7 @@ import torch
 from torch import nn
 
 from ..errors import Refused, Sentence, say
-from .code_names import (
-    LOCAL,
-    home_of,
-    is_comfyui,
-    pack_of,
-    pack_reference,
-    packs_named,
-    qualified_name,
-    source_code,
-    unusable,
-)
+from . import code_names
 from .fingerprint import code_fingerprint, fingerprint
 from .pack_states import state
 
@@ -75,14 +65,16 @@ class Replaced:
     @functools.cached_property
     def packs(self) -> list[str]:
         """PACK@FINGERPRINT of each whose files the code is from."""
-        return list(dict.fromkeys(pack for module, _ in _parts(self.code, set()) for pack in packs_named(module)))
+        return list(
+            dict.fromkeys(pack for module, _ in _parts(self.code, set()) for pack in code_names.packs_named(module))
+        )
 
     @property
     def why_unsendable(self) -> Sentence | None:
         """Says why workers cannot have this code, None where they can."""
         names = {"name": self.name, "code": self.by}
         try:
-            reason = next((unusable[pack] for pack in self.packs if pack in unusable), "")
+            reason = next((code_names.unusable[pack] for pack in self.packs if pack in code_names.unusable), "")
         except Refused as changed:
             reason = changed.sentence
         if reason:
@@ -109,7 +101,7 @@ def check_replaced(wanted: dict[str, list[str]], found: list[Replaced]) -> None:
     for name in sorted(wanted.keys() | here.keys()):
         if name not in here or name not in wanted or wanted[name][0] != here[name].fingerprint:
             if name in here:
-                _, pack = pack_of(home_of(here[name].code)) or ("", "")
+                _, pack = code_names.pack_of(code_names.home_of(here[name].code)) or ("", "")
             else:
                 pack = wanted[name][1]
             raise Refused("pack.replaces", pack=pack.partition("@")[0], name=name)
@@ -127,7 +119,7 @@ def forget_put_back() -> None:
         found = now | {name: Replaced(name, pkgutil.resolve_name(name)) for name in then.keys() - now.keys()}
         if {name: [one.fingerprint, *one.packs] for name, one in found.items()} != then:
             del refused_with[pack]
-            unusable.pop(pack, None)
+            code_names.unusable.pop(pack, None)
 
 
 def replaced_in_loop() -> list[Replaced]:
@@ -156,7 +148,7 @@ def replaced_in_network(network: nn.Module) -> Iterator[Replaced]:
         yield from _replaced_methods(kind)
     for module, name in itertools.product(modules, ATTENTION):
         attention = _value(module, name) or CHOSEN_ATTENTION
-        if is_comfyui(attention) and attention is not CHOSEN_ATTENTION:
+        if code_names.is_comfyui(attention) and attention is not CHOSEN_ATTENTION:
             yield Replaced(f"{module.__name__}.{name}", attention)
     for module, names in ((torch, TORCH_FUNCTIONS), (nn.functional, _own_names(nn.functional))):
         for name in names:
@@ -201,7 +193,7 @@ def _parts(value: Any, seen: set[int]) -> Iterator[tuple[str, str]]:
 
 
 def _module(value: Any) -> str:
-    return pack_reference(home_of(value)) or ""
+    return code_names.pack_reference(code_names.home_of(value)) or ""
 
 
 def _replaced_methods(base: type) -> Iterator[Replaced]:
@@ -255,7 +247,7 @@ def _modules_of(kinds: Iterable[type]) -> Iterator[ModuleType]:
 @functools.cache
 def _own_names(module: ModuleType) -> tuple[str, ...]:
     """Returns the names that the module's own source defines or imports."""
-    return tuple(name for code in source_code(module) for name in code.co_names)
+    return tuple(name for code in code_names.source_code(module) for name in code.co_names)
 
 
 def is_in_a_pack(value: Any) -> bool:
@@ -276,7 +268,7 @@ def _replaces(value: Any, owner: str, name: str) -> bool:
         if (
             name == "forward"
             and made.endswith(".forward")
-            and LOCAL not in made
+            and code_names.LOCAL not in made
             and not f".{owner}.forward".endswith(f".{made}")
         ):
             return True
@@ -375,10 +367,10 @@ def name_in_pack(value: Any) -> str:
         value = value.func if isinstance(value, functools.partial) else value.__func__
     if is_in_a_pack(value) and (value.__module__ or "").partition(".")[0] in OWNERS:
         return _file(value).rpartition(CUSTOM_NODES)[2]
-    return qualified_name(value)
+    return code_names.qualified_name(value)
 
 
 # What ComfyUI chose as it started; in a worker, before it imports a pack. Most modules of networks have it, though a
 # pack that was imported before us may have set another in some.
 _chosen = (vars(module).get(ATTENTION[0]) for module in [comfy.ldm.modules.attention, *_loaded(NETWORKS)])
-CHOSEN_ATTENTION = Counter(filter(is_comfyui, _chosen)).most_common(1)[0][0]
+CHOSEN_ATTENTION = Counter(filter(code_names.is_comfyui, _chosen)).most_common(1)[0][0]

@@ -13,18 +13,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..engine.comm import ranks
 from ..engine.comm.collectives import any_rank, differing_ranks
 from ..engine.comm.mesh import GroupState, MeshDim
-from ..engine.comm.ranks import (
-    BlockCounter,
-    CommTimer,
-    DeviceEvent,
-    EventFactory,
-    HostEvent,
-    LaunchThrottle,
-    rank,
-    seconds_between,
-)
 from ..wire.bundles import write_bundle
 from ..wire.channel import Channel
 from ..wire.messages import Busy, Cancel, Heartbeat, Readings, Step
@@ -44,20 +35,20 @@ class Progress:
 
     def __init__(
         self, channel: Channel, job: int, readings: Callable[[], Readings], group_state: GroupState,
-        now: EventFactory = HostEvent,
+        now: ranks.EventFactory = ranks.HostEvent,
     ) -> None:  # fmt: skip
         self._channel = channel
         self._job = job
         self._readings = readings
         self._now = now
-        self._throttle = LaunchThrottle(now)
-        self._steps: deque[DeviceEvent] = deque()  # the ends of the last timed step and of those after it
+        self._throttle = ranks.LaunchThrottle(now)
+        self._steps: deque[ranks.DeviceEvent] = deque()  # the ends of the last timed step and of those after it
         self._step_seconds = 0.0
         self._waited_seconds: float | None = None
         self._computed_seconds: list[float] = []  # of each step, without waiting
         self._group_state = group_state
         self._group_state.comm_timer = None
-        self._timers: list[CommTimer] = []
+        self._timers: list[ranks.CommTimer] = []
         self._waited_before = self._group_state.waited_seconds
         self._cancelled = False
         self._last_heartbeat = 0.0
@@ -92,7 +83,7 @@ class Progress:
         self._send_heartbeat(None)
 
     @contextmanager
-    def reporting_blocks(self, blocks: BlockCounter) -> Iterator[None]:
+    def reporting_blocks(self, blocks: ranks.BlockCounter) -> Iterator[None]:
         """Sends a heartbeat each HEARTBEAT_SECONDS of this context: has the device computed a block?"""
         over = threading.Event()
 
@@ -137,7 +128,7 @@ class Progress:
         if self._waited_seconds is not None:
             self._computed_seconds.append(self._step_seconds - self._waited_seconds)
         self.compare_ranks(f"step {step + 1} of {total}", "latent", x0, x)
-        if rank() == 0:
+        if ranks.rank() == 0:
             send = partial(self._channel.offer, Step(self._job, step, total))
             self._previews.offer({"x0": x0, "x": x}, lambda latents: send(write_bundle(latents)))
 
@@ -146,22 +137,22 @@ class Progress:
         if not DEBUG and not self._group_state.heterogeneous:
             return
         if differing := differing_ranks(*tensors):
-            ranks = ", ".join(map(str, differing))
-            raise RuntimeError(f"after {after} the {what} of rank {ranks} differs from that of rank 0")
+            others = ", ".join(map(str, differing))
+            raise RuntimeError(f"after {after} the {what} of rank {others} differs from that of rank 0")
 
     def _start_timer(self, step: int) -> None:
         """Ends the last step's timer and starts one for a timed step. On the CPU the host's clock shows the waiting."""
         if self._group_state.comm_timer is not None:
             self._group_state.comm_timer.end()
         self._group_state.comm_timer = None
-        if step in TIMED_STEPS and self._now is not HostEvent:
-            self._group_state.comm_timer = CommTimer(self._now)
+        if step in TIMED_STEPS and self._now is not ranks.HostEvent:
+            self._group_state.comm_timer = ranks.CommTimer(self._now)
             self._timers.append(self._group_state.comm_timer)
 
     def _time_steps(self) -> None:
         """Measures steps by when the device ended them, since the host may have launched the next one already."""
         while len(self._steps) > 1 and self._steps[1].query():
-            self._step_seconds = seconds_between(self._steps.popleft(), self._steps[0])
+            self._step_seconds = ranks.seconds_between(self._steps.popleft(), self._steps[0])
 
     def report_done(self, done: int, total: int) -> None:
         """Reports how many frames of a video, or tokens of a text, are done. Call it on one rank."""
