@@ -71,7 +71,7 @@ class Mapped(ModelPatcher):
         for module in self.model.modules():
             self.settle(module)
 
-    def settle(self, module: torch.nn.Module) -> None:
+    def settle(self, module: Any) -> None:
         """Casts the module's own weights and buffers, which are on their device, to the dtype computed from."""
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point():
@@ -205,9 +205,9 @@ def load_by_node(kind: type[Kind], node: Any, inputs: dict[str, Any]) -> list[Ki
     for one in tree_leaves(made.args if v3 else made):
         patcher: Any = one.patcher if isinstance(one, comfy.sd.CLIP) else one
         if isinstance(patcher, ModelPatcher):
-            of_pack = type(patcher)
+            kinds: tuple[Any, Any] = (kind, type(patcher))
             if not isinstance(patcher, kind):  # it keeps what a pack's class does otherwise
-                patcher.__class__ = kind if of_pack is ModelPatcher else _kind_of_pack(kind, of_pack)
+                patcher.__class__ = kind if kinds[1] is ModelPatcher else _kind_of_pack(*kinds)
             patchers.append(with_views(patcher))
     return patchers
 
@@ -275,8 +275,9 @@ def network_fingerprint(model: ModelPatcher) -> str:
     for path, module in modules.items():
         for name, weight in sorted((module._parameters | module._buffers).items()):  # dynamic VRAM has another order
             key = f"{path}.{name}"
-            in_file = weight is not None and name not in module._non_persistent_buffers_set and not weight.is_meta
-            if in_file and not f".{key}".endswith(missing):
+            if weight is None or name in module._non_persistent_buffers_set or weight.is_meta:
+                continue
+            if not f".{key}".endswith(missing):
                 dtype = getattr(module, f"{name}_comfy_model_dtype", None)
                 samples += stored_samples(backup.get(key, weight), dtype)
     return fingerprint(*classes, *layers, *samples)[:32]

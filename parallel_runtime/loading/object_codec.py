@@ -156,7 +156,8 @@ class Rebuilder:
         self, tensors: dict[str, Tensor], load_additional: LoadAdditional | None = None,
         patcher: ModelPatcher | None = None, made: dict[int, Any] | None = None,
     ) -> None:  # fmt: skip
-        self.tensors, self.patcher = tensors, patcher
+        self.tensors: dict[str, Tensor] = tensors
+        self.patcher = patcher
         self._load_additional = load_additional
         self._made = dict(made or {})
         self._before: dict[int, Any] = {}  # by number: the state of what code of packs may change
