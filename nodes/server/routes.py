@@ -26,12 +26,11 @@ from server import PromptServer
 from ...parallel_runtime import TESTED, numbers
 from ...parallel_runtime.commands.migrate import LARGE_ENCODER_BYTES
 from ...parallel_runtime.errors import Refused, say, say_if, to_json
-from ...parallel_runtime.explain.remedy import Change, changes, changes_to, instead
 from ...parallel_runtime.group.group_status import BUSY, LINES, RankStatus, Status
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.loading.code_names import unusable
-from ...parallel_runtime.planning.network_stats import blocks_of_rank
-from ...parallel_runtime.planning.work_shares import work_percent
+from ...parallel_runtime.planning.network_stats import blocks_of_rank, work_percent
+from ...parallel_runtime.planning.request_checks import Change, changes, changes_to, instead
 from ...parallel_runtime.request import ParallelRequest
 from ...parallel_runtime.specs import Parallelism
 from ..describe.host import comfy_setup, gpus_json, plan_without_model, refusal_json, visible_gpus

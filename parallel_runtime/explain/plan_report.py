@@ -11,13 +11,12 @@ from typing import Any, Literal
 from ..accelerators import CUDA
 from ..errors import Sentence, listed, say, say_if, to_json
 from ..group.history import Pace, RunSetup
-from ..planning.memory_model import estimate_activation_bytes
-from ..planning.misfit import GIB, size_in_words
+from ..planning.memory_model import GIB, estimate_activation_bytes, size_in_words
 from ..planning.network_stats import StageBlocks, Work, busy_share, cached_key_value_bytes, stages_of, weight_ranges
 from ..planning.resolve import MIN_GAIN_TO_SWITCH, evaluate
-from ..planning.run_plan import DeviceProfile, PlanInputs, RunPlan, why_one_gpu
+from ..planning.run_plan import DeviceProfile, PlanInputs, RunPlan
 from ..planning.seconds import attention_bytes, evaluation_seconds
-from ..request import ParallelRequest
+from ..request import ParallelRequest, why_one_gpu
 from ..specs import Parallelism, Placement, WeightPlacement
 from .plan_words import Part, idle, memory, parts, shares_in_words, unused, weights, why_replicated
 

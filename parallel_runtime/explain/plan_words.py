@@ -9,13 +9,11 @@ from math import ceil, prod
 
 from ..architectures.autoencoders import DIFFUSION, ENGINE, HUNYUAN, KL, LTX, MINIMAX_H3, TileGrid
 from ..errors import Sentence, listed, say
-from ..planning.memory_model import Capacity, MemoryModel
-from ..planning.misfit import GIB, size_in_words
-from ..planning.network_stats import NetworkStats, Work, outside_bytes
+from ..planning.memory_model import GIB, Capacity, MemoryModel, size_in_words
+from ..planning.network_stats import NetworkStats, Work, outside_bytes, work_percent
 from ..planning.resolve import MIN_GAIN_TO_SWITCH, EncoderPlacement, EncoderSize
 from ..planning.run_plan import DeviceProfile, Estimate, RunPlan
-from ..planning.work_shares import are_uneven, work_percent
-from ..request import ParallelRequest
+from ..request import ParallelRequest, are_uneven
 from ..specs import BLOCK_BUFFERS, Parallelism, Placement, WeightPlacement
 
 SHOWN = 4  # other plans, the best ones

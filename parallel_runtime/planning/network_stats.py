@@ -1,18 +1,21 @@
-"""A network in numbers, what a run asks of it, and the blocks of each stage of a pipeline, with their weights and
-work."""
+"""A network in numbers, what a run asks of it, the blocks of each stage of a pipeline, with their weights and work, and
+each worker's share of the work."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from math import gcd
 from typing import Any
 
 from ..architectures.architecture import Load, share_out
 from ..architectures.row_plan import RowLevel
-from ..specs import Parallelism
+from ..specs import Parallelism, Placement
 
 ANY_HEADS = 5040  # divides well; for an unknown model, and for a VAE, which has no heads to share out
 LAYER_WEIGHTS = 12  # widths squared: the weights of a layer that a token passes. Modulation is of whole pictures.
+SHARE_PARTS = 64  # of the work, for each worker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +84,6 @@ class NetworkStats:
             return sum(4 * level.attentions * level.width * (tokens / 4**number) ** 2 for number, level in levels)
         return 4 * tokens**2 * self.width * self.layers
 
-    def key_flop(self, tokens: int) -> float:
-        """Returns the FLOP of all projections of keys and values of a network split by rows, for one sequence."""
-        levels = enumerate(self.row_levels)
-        return sum(4 * level.attentions * level.width**2 * tokens / 4**number for number, level in levels)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
@@ -106,14 +104,6 @@ class Work:
     def tensor_bytes(self) -> int:
         """Returns the size of one activation tensor of all sequences, of all their tokens."""
         return self.sequences * self.sequence_bytes
-
-    @property
-    def attention_tensor_bytes(self) -> float:
-        """Returns the bytes of one attention's queries, of all sequences; the mean of levels where rows are split."""
-        if not (levels := self.network.row_levels):
-            return self.tensor_bytes
-        wide = sum(level.attentions * level.width * self.tokens / 4**number for number, level in enumerate(levels))
-        return self.sequences * wide * self.network.item_bytes / max(1, self.network.layers)
 
     @property
     def sequence_bytes(self) -> int:
@@ -211,3 +201,49 @@ def blocks_of_rank(degrees: Parallelism, rank: int) -> tuple[int, int] | None:
     stage = stage_of(degrees, rank)
     before = sum(degrees.stages[:stage])
     return before + 1, before + degrees.stages[stage]
+
+
+def shares_have_no_effect(degrees: Parallelism) -> bool:
+    """Do the shares differ only between the groups of cfg_degree, which have a prompt each whatever their shares?"""
+    even = all(len(set(shares)) == 1 for shares in degrees.cp_group_shares)
+    return len(set(degrees.shares)) > 1 and even and len(set(degrees.data_group_shares)) == 1
+
+
+def in_proportion(to: Sequence[float]) -> tuple[int, ...]:
+    """Returns whole numbers in proportion to these, about SHARE_PARTS for each; a positive number stays positive."""
+    mean = sum(to) / len(to)
+    sizes = [max(round(SHARE_PARTS * one / mean), int(one > 0)) for one in to]
+    common = gcd(*sizes)
+    return tuple(size // common for size in sizes)
+
+
+def shares_within(total: int, budget_bytes: Sequence[int | None]) -> tuple[int, ...]:
+    """Returns shares of what takes `total` bytes on all workers together: equal, but none above its budget (None: no
+    limit); where all budgets are too small, in proportion to them. () where all are equal."""
+    limits = sorted(total if budget is None else max(0, budget) for budget in budget_bytes)
+    remaining, level = total, 0.0
+    for number, limit in enumerate(limits):
+        level = remaining / (len(limits) - number)
+        if limit >= level:
+            break
+        remaining -= limit
+    if limits[0] >= level or not limits[-1]:
+        return ()
+    return in_proportion([level if budget is None else min(max(0, budget), level) for budget in budget_bytes])
+
+
+def work_percent(degrees: Parallelism, placement: Placement) -> list[tuple[str, int]]:
+    """Returns each worker's device with its share of all the work in percent."""
+    devices = placement.devices * placement.nnodes
+    return [(device, round(100 * part)) for device, part in zip(devices, work_fractions(degrees), strict=True)]
+
+
+def work_fractions(degrees: Parallelism) -> list[float]:
+    """Returns each worker's fraction of all the work."""
+    # Of different prompts ranks have equal parts whatever their shares, of different images parts in proportion.
+    groups = degrees.data_group_shares
+    return [
+        share / sum(shares) / degrees.cfg_degree * groups[number // degrees.cfg_degree % len(groups)] / sum(groups)
+        for number, shares in enumerate(degrees.cp_group_shares)
+        for share in shares
+    ]

@@ -11,12 +11,11 @@ from parallel_runtime.errors import Refused
 from parallel_runtime.explain.plan_words import unused
 from parallel_runtime.group.this_machine import checked_plan
 from parallel_runtime.planning.candidates import default_plan
-from parallel_runtime.planning.network_stats import NetworkStats
+from parallel_runtime.planning.network_stats import NetworkStats, work_percent
 from parallel_runtime.planning.request_checks import check_step_cache, degrees_in_words
 from parallel_runtime.planning.resolve import resolve
-from parallel_runtime.planning.run_plan import MAX_CPU_WORKERS, DeviceProfile, PlanInputs, parse_devices, why_one_gpu
-from parallel_runtime.planning.work_shares import work_percent
-from parallel_runtime.request import EngineOptions, ParallelRequest
+from parallel_runtime.planning.run_plan import DeviceProfile, PlanInputs
+from parallel_runtime.request import MAX_CPU_WORKERS, EngineOptions, ParallelRequest, parse_devices, why_one_gpu
 from parallel_runtime.specs import Parallelism
 
 OF_24_HEADS, UNET = NetworkStats(heads=24), NetworkStats(name="UNet", divisible=False)
