@@ -4,13 +4,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from .architecture import Architecture, inputs_of
 from .split_plan import (
     AUDIO,
     IMAGE,
     JOINT,
     TEXT,
     VIDEO,
+    Architecture,
     Count,
     Cross,
     Frames,
@@ -21,6 +21,7 @@ from .split_plan import (
     Split,
     SplitLike,
     SplitPlan,
+    inputs_of,
 )
 
 # CogVideoX.

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..accelerators import CUDA
-from ..errors import Sentence, listed, say, say_if, to_json
+from ..errors import listed, say, say_if, to_json
 from ..group.history import Pace, RunSetup
 from ..planning.memory_model import GIB, estimate_activation_bytes, size_in_words
-from ..planning.network_stats import StageBlocks, Work, busy_share, cached_key_value_bytes, stages_of, weight_ranges
+from ..planning.network_stats import Work, busy_share, cached_key_value_bytes, stages_of, weight_ranges
 from ..planning.resolve import MIN_GAIN_TO_SWITCH, evaluate
 from ..planning.run_plan import DeviceProfile, PlanInputs, RunPlan
 from ..planning.seconds import attention_bytes, evaluation_seconds
@@ -193,17 +193,16 @@ def _stages(work: Work, degrees: Parallelism, request: ParallelRequest) -> tuple
     """Says of each stage its blocks, work and size, how long stages idle, and why auto made a pipeline."""
     if degrees.pipeline_degree == 1 or not (stages := stages_of(work.network, degrees)):
         return ()
-    each = [_stage(number, stage) for number, stage in enumerate(stages, 1)]
+    each = []
+    for number, stage in enumerate(stages, 1):
+        blocks = {"first": stage.first + 1, "last": stage.first + stage.count}
+        size = size_in_words(stage.nbytes)
+        each.append(say("stage", number=number, **blocks, work=f"{stage.work:.0%}", size=size))
     flights, busy = work.most_sequences(degrees), f"{busy_share(work, degrees):.0%}"
     follow = say("stage.several" if flights > 1 else "stage.one", flights=flights, busy=busy)
     exact = say_if(degrees.options.token_patches == 1, "stage.exact")
     auto = say_if(request.pipeline_degree == 0, "stage.auto")
     return say("stage.all", stages=listed(each, "stage.and")), follow, exact, auto
-
-
-def _stage(number: int, stage: StageBlocks) -> Sentence:
-    blocks = {"first": stage.first + 1, "last": stage.first + stage.count}
-    return say("stage", number=number, **blocks, work=f"{stage.work:.0%}", size=size_in_words(stage.nbytes))
 
 
 def _patches(work: Work, degrees: Parallelism, warmup: int) -> str:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from ..architectures.architecture import Load, share_out
+from ..architectures.network_modules import Load, share_out
 from ..errors import Refused, Sentence, say
 from ..specs import BLOCK_BUFFERS, Parallelism, Placement, WeightPlacement, WeightsMode
 from ..wire.messages import Readings

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from math import gcd
 from typing import Any
 
-from ..architectures.architecture import Load, share_out
+from ..architectures.network_modules import Load, share_out
 from ..architectures.row_plan import RowLevel
 from ..specs import Parallelism, Placement
 

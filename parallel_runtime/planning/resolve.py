@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from ..architectures.architecture import Load, share_out
+from ..architectures.network_modules import Load, share_out
 from ..errors import Refused, say
 from ..specs import BLOCK_BUFFERS, WeightPlacement
 from .candidates import candidates

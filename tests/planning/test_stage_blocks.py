@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from parallel_runtime.architectures.architecture import Load, share_out
+from parallel_runtime.architectures.network_modules import Load, share_out
 from parallel_runtime.errors import Refused
 from parallel_runtime.explain.plan_report import Subject
 from parallel_runtime.planning.candidates import default_plan

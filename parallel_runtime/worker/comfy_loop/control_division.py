@@ -13,7 +13,8 @@ from typing import Any
 from comfy.controlnet import ControlBase, T2IAdapter
 from torch import Size, Tensor, nn
 
-from ...architectures.control_networks import ControlRowPlan, control_plan_of
+from ...architectures import control_plan_of
+from ...architectures.row_plan import ControlRowPlan
 from ...architectures.split_plan import SplitPlan
 from ...engine.comm.mesh import MeshDim
 from ...engine.comm.ranks import rank
