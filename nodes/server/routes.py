@@ -29,7 +29,6 @@ from ...parallel_runtime.errors import Refused, say, say_if, to_json
 from ...parallel_runtime.group.group_status import BUSY, LINES, RankStatus, Status
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.loading.code_names import unusable
-from ...parallel_runtime.planning.network_stats import blocks_of_rank, work_percent
 from ...parallel_runtime.planning.request_checks import Change, changes, changes_to, instead
 from ...parallel_runtime.request import ParallelRequest
 from ...parallel_runtime.specs import Parallelism
@@ -134,7 +133,7 @@ def _rank_json(rank: RankStatus, degrees: Parallelism | None) -> dict[str, Any]:
         "device": rank.device,
         "machine": rank.machine,
         "loaded": rank.loaded,
-        "blocks": blocks_of_rank(degrees, rank.rank) if degrees else None,
+        "blocks": degrees.blocks_of(rank.rank) if degrees else None,
         **rank.shown,
         "weights": [{name: getattr(model, name) for name in WEIGHT_FIELDS} for model in weights],
         "graphs": asdict(readings.graphs) if readings else None,
@@ -247,7 +246,7 @@ def _plan_json(values: object) -> dict[str, Any]:
     placement = plan.placement
     degrees = config.degrees_without_model(placement.world_size)
     result = {"workers": placement.world_size, "devices": placement.devices, "degrees": degrees}
-    result["shares"] = work_percent(plan.degrees, placement) if len(set(plan.degrees.shares)) > 1 else []
+    result["shares"] = plan.work_percent if len(set(plan.degrees.shares)) > 1 else []
     return {"gpus": gpus, "cores": os.cpu_count(), "reason": "", **result}
 
 

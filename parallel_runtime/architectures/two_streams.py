@@ -1,4 +1,4 @@
-"""Networks of pictures whose image has a stream of tokens beside the text's, or reads the text as keys only; and those
+"""Networks whose picture, or video, has a stream of tokens beside the text's, or reads the text as keys only; and those
 of ControlNets."""
 
 from dataclasses import replace
@@ -65,6 +65,21 @@ HUNYUAN_3D_2 = Architecture(
     patch=(1,),
     width=lambda net: net.double_blocks[0].hidden_size,
     text_width=inputs_of("cond_in"),
+)
+
+# HunyuanVideo (text and both image to video), HunyuanVideo 1.5 and HunyuanImage: FLUX's blocks, some no single ones.
+# After them the parent slices reference latents off by whole positions, so each stack ends full. The image's slices are
+# applied to text and image: that is how ComfyUI does it.
+HUNYUAN_VIDEO_DOUBLE = replace(
+    FLUX_DOUBLE, args={**FLUX_DOUBLE.args, "modulation_dims_txt": Slices(TEXT)}, gathers=True
+)
+HUNYUAN_VIDEO_SINGLE = replace(
+    FLUX_SINGLE, args={**FLUX_SINGLE.args, "modulation_dims": Slices(TEXT_IMAGE)}, gathers=True
+)
+HUNYUAN_VIDEO = Architecture(
+    name="HunyuanVideo",
+    kinds=("comfy.ldm.hunyuan_video.model:HunyuanVideo",),
+    plan=SplitPlan((HUNYUAN_VIDEO_DOUBLE, HUNYUAN_VIDEO_SINGLE), residuals=("input",)),
 )
 
 # AuraFlow. The parent slices the text off right before its last layer.

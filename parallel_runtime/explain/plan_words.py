@@ -10,7 +10,7 @@ from math import ceil, prod
 from ..architectures.autoencoders import DIFFUSION, ENGINE, HUNYUAN, KL, LTX, MINIMAX_H3, TileGrid
 from ..errors import Sentence, listed, say
 from ..planning.memory_model import GIB, Capacity, MemoryModel, size_in_words
-from ..planning.network_stats import NetworkStats, Work, outside_bytes, work_percent
+from ..planning.network_stats import NetworkStats, Work
 from ..planning.resolve import MIN_GAIN_TO_SWITCH, EncoderPlacement, EncoderSize
 from ..planning.run_plan import DeviceProfile, Estimate, RunPlan
 from ..request import ParallelRequest, are_uneven
@@ -69,7 +69,7 @@ def shares_in_words(plan: RunPlan) -> str:
     """Says each worker's share; "" where all have equal ones."""
     if len(set(plan.degrees.shares)) < 2:
         return ""
-    percent = work_percent(plan.degrees, plan.placement)
+    percent = plan.work_percent
     return say("shares", shares=", ".join(f"{device} {share} %" for device, share in percent))
 
 
@@ -102,7 +102,7 @@ def weights(plan: RunPlan, work: Work, capacity: Capacity) -> tuple[str, ...]:
     if estimate is None:
         return ()
     if degrees.pipeline_degree > 1:
-        return (say("weights.stages", outside=size_in_words(outside_bytes(work.network))),)
+        return (say("weights.stages", outside=size_in_words(work.network.outside_bytes)),)
     if not estimate.fetched_bytes:
         return (say("weights.whole", mode=mode),)
     values = {"mode": mode, "workers": degrees.context_parallel_size, "fetched": f"{estimate.fetched_bytes / GIB:.2f}"}

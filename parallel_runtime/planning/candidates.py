@@ -15,7 +15,7 @@ from ..request import are_uneven, requested_shares
 from ..specs import DEGREES, Parallelism, Placement, WeightPlacement, WeightsMode
 from . import request_checks
 from .memory_model import FETCHED_MODES, SIMILAR_RATIO, MemoryModel
-from .network_stats import in_proportion, shares_have_no_effect
+from .network_stats import in_proportion
 from .run_plan import PlanInputs, RunPlan
 from .seconds import are_heterogeneous, rotate_method_for, single_worker_seconds_by_rank
 
@@ -34,7 +34,7 @@ def default_plan(inputs: PlanInputs) -> RunPlan:
     placement = Placement(devices=taken_devices, nnodes=nnodes, rdzv_endpoint=endpoint)
     request_checks.check_placement(request, placement)
     taken = _with_shares(inputs, degrees if inputs.may_split_prompts else _without_cfg_degree(inputs, degrees))
-    if shares_have_no_effect(taken):
+    if taken.shares_have_no_effect:
         if inputs.network.divisible or (request.cfg_degree and local_workers == (len(devices) or local_workers)):
             as_one, shares = _without_cfg_degree(inputs, degrees), request.shares.strip()
             words = request_checks.degrees_in_words(as_one)
@@ -163,7 +163,7 @@ def _degrees(inputs: PlanInputs, default: RunPlan, placement: Placement) -> list
     for degrees in dict.fromkeys(found):
         with suppress(Refused):  # for shares that are for another number of workers
             taken = _with_shares(inputs, degrees)
-            if not shares_have_no_effect(taken):
+            if not taken.shares_have_no_effect:
                 usable.append(taken)
             elif not network.divisible:
                 usable.append(replace(taken, shares=()))

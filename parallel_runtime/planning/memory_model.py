@@ -22,7 +22,6 @@ from ..architectures.network_modules import Load, share_out
 from ..errors import Refused, Sentence, say
 from ..specs import BLOCK_BUFFERS, Parallelism, Placement, WeightPlacement, WeightsMode
 from ..wire.messages import Readings
-from . import network_stats
 from .network_stats import Work, in_proportion
 
 GIB = 2**30
@@ -98,7 +97,11 @@ class MemoryModel:
         """Returns the size of the weights on each rank's device between forwards."""
         full, ranks = self.work.network.weight_bytes, range(self.degrees.world_size)
         if weights.mode == "replicate":
-            return network_stats.staged_weight_bytes(self.work.network, self.degrees)
+            if self.degrees.pipeline_degree == 1:
+                return (full,) * self.degrees.world_size
+            # What lies outside of blocks, and the blocks of its stage.
+            outside, stages = self.work.network.outside_bytes, self.work.network.stages(self.degrees)
+            return tuple(outside + stages[self.degrees.stage_of(rank)].nbytes for rank in ranks)
         fetched = [self.fetched_bytes(weights.resident_blocks_on(rank)) for rank in ranks]
         if weights.mode == "offload":
             return tuple(full - each for each in fetched)
@@ -119,7 +122,7 @@ class MemoryModel:
         replicated = weights.mode == "replicate"
         return tuple(
             self._block_buffers(self.blocks if replicated else weights.resident_blocks_on(rank)) + cached
-            for rank, cached in enumerate(network_stats.cached_key_value_bytes(self.work, self.degrees))
+            for rank, cached in enumerate(self.work.cached_bytes_by_rank(self.degrees))
         )
 
     def needed_bytes_by_rank(self, weights: WeightPlacement) -> tuple[int, ...]:
@@ -203,9 +206,9 @@ class MemoryModel:
         network, degrees = self.work.network, self.degrees
         if not network.loads:
             return degrees
-        cached = network_stats.cached_bytes_per_block(self.work, degrees)
+        cached = self.work.cached_bytes_per_block(degrees)
         loads = [Load(load.nbytes + cached * load.blocks, load.blocks) for load in network.loads]
-        other = max(self.with_one_prompt_per_batch.activation_bytes_by_rank) + network_stats.outside_bytes(network)
+        other = max(self.with_one_prompt_per_batch.activation_bytes_by_rank) + network.outside_bytes
         budgets = [budget for budget in self.budget_bytes_by_rank if budget is not None]
         free = [max(0, int((1 - UNFILLED_SHARE) * budget) - other) for budget in budgets]
         ranks = degrees.world_size // degrees.pipeline_degree
@@ -253,7 +256,7 @@ def misfit(memory: MemoryModel) -> Refused:
     needed, free = max(by_rank, key=lambda both: both[0] - both[1])
     host, limit, network = memory.capacity.host_bytes, memory.capacity.limited_by, memory.work.network
     computed = size_in_words(max(memory.activation_bytes_by_rank))
-    kept = max(network_stats.cached_key_value_bytes(memory.work, memory.degrees))
+    kept = max(memory.work.cached_bytes_by_rank(memory.degrees))
     out = _nearest_fit(memory)
     values: dict[str, Any] = {
         "network": network.name,

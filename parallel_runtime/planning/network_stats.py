@@ -11,11 +11,22 @@ from typing import Any
 
 from ..architectures.network_modules import Load, share_out
 from ..architectures.row_plan import RowLevel
-from ..specs import Parallelism, Placement
+from ..specs import Parallelism
 
 ANY_HEADS = 5040  # divides well; for an unknown model, and for a VAE, which has no heads to share out
 LAYER_WEIGHTS = 12  # widths squared: the weights of a layer that a token passes. Modulation is of whole pictures.
 SHARE_PARTS = 64  # of the work, for each worker
+
+
+@dataclass(frozen=True)
+class StageBlocks:
+    """The blocks of one stage: `count` units from `first` on, their bytes, blocks that tokens pass, share of work."""
+
+    first: int
+    count: int
+    nbytes: int
+    layers: int
+    work: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +95,30 @@ class NetworkStats:
             return sum(4 * level.attentions * level.width * (tokens / 4**number) ** 2 for number, level in levels)
         return 4 * tokens**2 * self.width * self.layers
 
+    @property
+    def outside_bytes(self) -> int:
+        """Returns the size of the weights outside of blocks, which every stage has."""
+        return self.weight_bytes - sum(load.nbytes for load in self.loads)
+
+    def stages(self, degrees: Parallelism) -> list[StageBlocks]:
+        """Returns the stages in order; a single one where there is no pipeline, none where no plan knows blocks."""
+        if not self.loads:
+            return []
+        total, first, stages = sum(load.blocks for load in self.loads), 0, []
+        for count in degrees.stages or share_out(self.loads, degrees.pipeline_degree):
+            units = self.loads[first : first + count]
+            nbytes, layers = sum(load.nbytes for load in units), sum(load.blocks for load in units)
+            stages.append(StageBlocks(first, count, nbytes, layers, layers / total))
+            first += count
+        return stages
+
+    def weight_ranges(self, degrees: Parallelism) -> list[tuple[float, float]]:
+        """Returns the weights that each stage has of its own, as a range of all weights; [] without a pipeline."""
+        if degrees.pipeline_degree == 1:
+            return []
+        ends = list(accumulate((stage.nbytes for stage in self.stages(degrees)), initial=self.outside_bytes))
+        return [(begin / self.weight_bytes, end / self.weight_bytes) for begin, end in pairwise(ends)]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
@@ -122,91 +157,23 @@ class Work:
         """Returns the sequences of the group that has most; through a pipeline's stages they follow each other."""
         return max(self.sequences_of_group(degrees, group) for group in range(degrees.data_degree))
 
+    def cached_bytes_per_block(self, degrees: Parallelism) -> int:
+        """Returns the size of the keys and values of all tokens in one block, of each evaluation of a step, that are
+        kept from step to step where tokens come in patches."""
+        if degrees.options.token_patches == 1:
+            return 0
+        sequences, branches = -(-self.sequences // degrees.data_degree), -(-self.branches // degrees.cfg_degree)
+        return 2 * self.sequence_bytes * sequences * branches // degrees.ulysses_degree
 
-@dataclass(frozen=True)
-class StageBlocks:
-    """The blocks of one stage: `count` units from `first` on, their bytes, blocks that tokens pass, share of work."""
+    def cached_bytes_by_rank(self, degrees: Parallelism) -> tuple[int, ...]:
+        """Returns the size of the keys and values that each rank keeps, in all of its blocks."""
+        each, stages = self.cached_bytes_per_block(degrees), self.network.stages(degrees)
+        return tuple(each and each * stages[degrees.stage_of(rank)].layers for rank in range(degrees.world_size))
 
-    first: int
-    count: int
-    nbytes: int
-    layers: int
-    work: float
-
-
-def stages_of(network: NetworkStats, degrees: Parallelism) -> list[StageBlocks]:
-    """Returns the stages in order; a single one where there is no pipeline, none where no plan knows blocks."""
-    loads = network.loads
-    if not loads:
-        return []
-    counts = degrees.stages or share_out(loads, degrees.pipeline_degree)
-    total, first, stages = sum(load.blocks for load in loads), 0, []
-    for count in counts:
-        units = loads[first : first + count]
-        nbytes, layers = sum(load.nbytes for load in units), sum(load.blocks for load in units)
-        stages.append(StageBlocks(first, count, nbytes, layers, layers / total))
-        first += count
-    return stages
-
-
-def outside_bytes(network: NetworkStats) -> int:
-    """Returns the size of the weights outside of blocks, which every stage has."""
-    return network.weight_bytes - sum(load.nbytes for load in network.loads)
-
-
-def staged_weight_bytes(network: NetworkStats, degrees: Parallelism) -> tuple[int, ...]:
-    """Returns the size of the weights of each rank: what lies outside of blocks, and the blocks of its stage."""
-    if degrees.pipeline_degree == 1:
-        return (network.weight_bytes,) * degrees.world_size
-    outside, stages = outside_bytes(network), stages_of(network, degrees)
-    return tuple(outside + stages[stage_of(degrees, rank)].nbytes for rank in range(degrees.world_size))
-
-
-def cached_key_value_bytes(work: Work, degrees: Parallelism) -> tuple[int, ...]:
-    """Returns the size of the keys and values that each rank keeps from step to step where tokens come in patches."""
-    each, stages = cached_bytes_per_block(work, degrees), stages_of(work.network, degrees)
-    return tuple(each and each * stages[stage_of(degrees, rank)].layers for rank in range(degrees.world_size))
-
-
-def cached_bytes_per_block(work: Work, degrees: Parallelism) -> int:
-    """Returns the size of the keys and values of all tokens in one block, of each evaluation of a step."""
-    if degrees.options.token_patches == 1:
-        return 0
-    sequences, branches = -(-work.sequences // degrees.data_degree), -(-work.branches // degrees.cfg_degree)
-    return 2 * work.sequence_bytes * sequences * branches // degrees.ulysses_degree
-
-
-def busy_share(work: Work, degrees: Parallelism) -> float:
-    """Returns the share of a step in which a stage computes: it waits while the pipeline fills and empties."""
-    flights = work.most_sequences(degrees) * degrees.options.token_patches
-    return flights / (flights + degrees.pipeline_degree - 1)
-
-
-def weight_ranges(network: NetworkStats, degrees: Parallelism) -> list[tuple[float, float]]:
-    """Returns the weights that each stage has of its own, as a range of all weights; [] where there is no pipeline."""
-    if degrees.pipeline_degree == 1:
-        return []
-    ends = list(accumulate((stage.nbytes for stage in stages_of(network, degrees)), initial=outside_bytes(network)))
-    return [(begin / network.weight_bytes, end / network.weight_bytes) for begin, end in pairwise(ends)]
-
-
-def stage_of(degrees: Parallelism, rank: int) -> int:
-    return rank * degrees.pipeline_degree // degrees.world_size
-
-
-def blocks_of_rank(degrees: Parallelism, rank: int) -> tuple[int, int] | None:
-    """Returns the first and the last of the blocks that the rank has, counted from 1; None where it has all of them."""
-    if not degrees.stages:
-        return None
-    stage = stage_of(degrees, rank)
-    before = sum(degrees.stages[:stage])
-    return before + 1, before + degrees.stages[stage]
-
-
-def shares_have_no_effect(degrees: Parallelism) -> bool:
-    """Do the shares differ only between the groups of cfg_degree, which have a prompt each whatever their shares?"""
-    even = all(len(set(shares)) == 1 for shares in degrees.cp_group_shares)
-    return len(set(degrees.shares)) > 1 and even and len(set(degrees.data_group_shares)) == 1
+    def busy_share(self, degrees: Parallelism) -> float:
+        """Returns the share of a step in which a stage computes: it waits while the pipeline fills and empties."""
+        flights = self.most_sequences(degrees) * degrees.options.token_patches
+        return flights / (flights + degrees.pipeline_degree - 1)
 
 
 def in_proportion(to: Sequence[float]) -> tuple[int, ...]:
@@ -230,20 +197,3 @@ def shares_within(total: int, budget_bytes: Sequence[int | None]) -> tuple[int, 
     if limits[0] >= level or not limits[-1]:
         return ()
     return in_proportion([level if budget is None else min(max(0, budget), level) for budget in budget_bytes])
-
-
-def work_percent(degrees: Parallelism, placement: Placement) -> list[tuple[str, int]]:
-    """Returns each worker's device with its share of all the work in percent."""
-    devices = placement.devices * placement.nnodes
-    return [(device, round(100 * part)) for device, part in zip(devices, work_fractions(degrees), strict=True)]
-
-
-def work_fractions(degrees: Parallelism) -> list[float]:
-    """Returns each worker's fraction of all the work."""
-    # Of different prompts ranks have equal parts whatever their shares, of different images parts in proportion.
-    groups = degrees.data_group_shares
-    return [
-        share / sum(shares) / degrees.cfg_degree * groups[number // degrees.cfg_degree % len(groups)] / sum(groups)
-        for number, shares in enumerate(degrees.cp_group_shares)
-        for share in shares
-    ]

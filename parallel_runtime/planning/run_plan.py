@@ -79,6 +79,12 @@ class RunPlan:
         return self.estimate.seconds if self.estimate.fits else float("inf")
 
     @property
+    def work_percent(self) -> list[tuple[str, int]]:
+        """Returns each worker's device with its share of all the work in percent."""
+        devices, fractions = self.placement.devices * self.placement.nnodes, self.degrees.work_fractions
+        return [(device, round(100 * part)) for device, part in zip(devices, fractions, strict=True)]
+
+    @property
     def sharded(self) -> bool:
         return self.weights.mode == "shard"
 

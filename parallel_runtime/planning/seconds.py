@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from ..request import RotateMethod
 from ..specs import ModelSpec, Parallelism, Placement
 from .memory_model import MemoryModel
-from .network_stats import Work, busy_share, in_proportion, work_fractions
+from .network_stats import Work, in_proportion
 from .run_plan import DeviceProfile, Speed
 
 # What an evaluation costs beside what the devices have measured. Calibrated by a rank's share of FLUX.1 dev at 1024 px
@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 def evaluation_seconds(work: Work, degrees: Parallelism, profile: DeviceProfile) -> float:
     """Returns the seconds of one evaluation of a data group's sequences on one rank, its transfers included: as long as
     the device takes, or as the host takes to launch it. A rotate_method that is `auto` counts as alltoall."""
-    stages, busy = degrees.pipeline_degree, busy_share(work, degrees)
+    stages, busy = degrees.pipeline_degree, work.busy_share(degrees)
     work = replace(work, sequences=-(-work.sequences // degrees.data_degree))
     if work.network.row_levels:
         return _evaluation_seconds_by_rows(work, degrees, profile)
@@ -269,7 +269,7 @@ class ShareBalance:
             tried.accepted_imbalance, tried.shares = tried.previous
             tried.previous = None
         else:
-            speeds = [work / took if took else 0.0 for work, took in zip(work_fractions(degrees), known, strict=True)]
+            speeds = [work / took if took else 0.0 for work, took in zip(degrees.work_fractions, known, strict=True)]
             tried.previous, tried.accepted_imbalance = (slowest, tried.shares), 1.0
             tried.shares = in_proportion(speeds)
         if tried.shares != before:
