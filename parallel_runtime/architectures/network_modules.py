@@ -13,7 +13,7 @@ from torch import nn
 
 from ..specs import Parallelism
 from .row_plan import RowPlan
-from .split_plan import ModulePlan, Names, SplitPlan
+from .split_plan import ModulePlan, SplitPlan
 
 CHOOSES = "ComfyAttention"  # the class of modules that may choose an attention function
 LARGE_FRACTION = 0.02  # of the model's weights: smaller layers are on every device
@@ -24,27 +24,22 @@ def blocks_of(network: nn.Module, plan: SplitPlan, *, carrying: bool = False) ->
     """The modules of the plan's stacks, in the order in which they run; `carrying`: only those with hidden states.
     Those of a RowPlan are the modules of its `fetched_classes`."""
     if isinstance(plan, RowPlan):
-        return _outermost(network, plan.fetched_classes)
+        return list(_outermost(network, lambda module: type(module).__name__ in plan.fetched_classes))
     named = [each for each in plan.module_plans if each.name and "*" not in each.name and each.method == "forward"]
     stacks = [network.get_submodule(each.name) for each in named if each.split_args or not carrying]
     return [block for stack in stacks if isinstance(stack, Stack) for block in stack.children()]
 
 
-def _outermost(module: nn.Module, classes: Names) -> list[nn.Module]:
-    """The modules below `module` that are of one of these classes and inside of no other that is."""
-    outermost = []
+def _outermost(module: nn.Module, is_one: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
+    """Yields the modules below `module` that are one, and inside of no other that is."""
     for child in module.children():
-        outermost += [child] if type(child).__name__ in classes else _outermost(child, classes)
-    return outermost
+        yield from [child] if is_one(child) else _outermost(child, is_one)
 
 
-def outermost_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """Yields what the network's lists of modules hold, without lists inside of these."""
-    for child in module.children():
-        if isinstance(child, nn.ModuleList | nn.Sequential):
-            yield from child
-        else:
-            yield from outermost_blocks(child)
+def outermost_blocks(network: nn.Module) -> list[nn.Module]:
+    """What the network's lists of modules hold, without lists inside of these."""
+    lists: Any = _outermost(network, lambda module: isinstance(module, nn.ModuleList | nn.Sequential))
+    return [block for modules in lists for block in modules]
 
 
 def large_layers(network: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:

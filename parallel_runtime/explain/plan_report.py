@@ -18,7 +18,7 @@ from ..planning.run_plan import DeviceProfile, PlanInputs, RunPlan
 from ..planning.seconds import attention_bytes, evaluation_seconds
 from ..request import ParallelRequest, why_one_gpu
 from ..specs import Parallelism, Placement, WeightPlacement
-from .plan_words import Part, idle, memory, parts, shares_in_words, unused, weights, why_replicated
+from .plan_words import Part, memory, parts, unused, weights, why_replicated
 
 Kind = Literal["model", "row", "note", "trouble", "text"]
 
@@ -109,12 +109,15 @@ def report(
     chosen = by_auto if inputs.sequence_degrees_open and degrees.context_parallel_size > 1 else "degrees"
     replicated = replace(plan, weights=WeightPlacement(), entries_per_call=0)
     estimate = plan.estimate or evaluate(replicated, inputs)
+    shares = ", ".join(f"{device} {percent} %" for device, percent in plan.work_percent)
+    devices = placement.devices * placement.nnodes
+    workless = [device for device, share in zip(devices, degrees.shares, strict=False) if not share]
     notes = [
         *_warnings(subject, plan, inputs, estimate.needed_bytes_by_rank, free),
         why_replicated(request, plan, work.network) if plan.estimate else "",
         _of_batch(work, plan, profile),
         unused(request, plan, work.network.name),
-        idle(plan),
+        say_if(workless, "note.workless", devices=", ".join(workless)),
     ]
     rows = [
         *troubles,
@@ -126,7 +129,7 @@ def report(
         Row("Loop", subject.loop),
         Row("Workers", _workers(placement)),
         Row("Degrees", (say(chosen, degrees=_degrees(degrees)), *_reasons(subject, plan, inputs.guided))),
-        Row("Shares", (shares_in_words(plan), *compared)),
+        Row("Shares", (say_if(len(set(degrees.shares)) > 1, "shares", shares=shares), *compared)),
         Row("Stages", _stages(work, degrees, request)),
         Row("Memory", memory(estimate, placement, free)),
         Row("Weights", weights(plan, work, capacity)),

@@ -65,23 +65,6 @@ def unused(request: ParallelRequest, plan: RunPlan, network: str) -> str:
     return say("note.unused", shares=request.shares.strip(), name=network)
 
 
-def shares_in_words(plan: RunPlan) -> str:
-    """Says each worker's share; "" where all have equal ones."""
-    if len(set(plan.degrees.shares)) < 2:
-        return ""
-    percent = plan.work_percent
-    return say("shares", shares=", ".join(f"{device} {share} %" for device, share in percent))
-
-
-def idle(plan: RunPlan) -> str:
-    """Advises on workers without work; "" where there are none."""
-    if 0 not in plan.degrees.shares:
-        return ""
-    devices = plan.placement.devices * plan.placement.nnodes
-    without = [device for device, share in zip(devices, plan.degrees.shares, strict=True) if not share]
-    return say("note.workless", devices=", ".join(without))
-
-
 def memory(estimate: Estimate, placement: Placement, free: Sequence[int]) -> tuple[str, str]:
     """Returns the sentences on the memory that workers need at their peak."""
     needed, most_weights = estimate.needed_bytes_by_rank, max(estimate.weight_bytes_by_rank)
