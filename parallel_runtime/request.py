@@ -1,15 +1,18 @@
-"""The values of a CP Parallel Config node. Each of its widgets is one field of ParallelRequest or of EngineOptions."""
+"""The values of a CP Parallel Config node, and what the texts of `devices` and `shares` say. Each of its widgets is one
+field of ParallelRequest or of EngineOptions."""
 
 from __future__ import annotations
 
 import math
+import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
-from .accelerators import KERNELS
-from .errors import Refused, quoted, say
+from .accelerators import CUDA, KERNELS
+from .errors import Refused, quoted, say, say_if
 
 RotateMethod = Literal["alltoall", "allgather", "tokens", "auto"]
 AttentionBackend = str  # one of BACKENDS
@@ -21,6 +24,10 @@ GraphsChoice = Literal["auto", "on", "off"]
 CommDtype = Literal["same", "float8_e4m3fn"]
 MAX_DEGREE = 64
 BACKENDS = ("auto", "native", *KERNELS)
+MAX_DEVICES = 64
+MAX_DIGITS = 4  # of a GPU's number
+MAX_SHARE_DIGITS = 9
+MAX_CPU_WORKERS = max(8, os.cpu_count() or 1)
 Value = TypeVar("Value")
 
 
@@ -279,3 +286,76 @@ def _checked(widget: Widget, value: Any) -> Any:
         fix = {widget.name: min(max(value, least), most)}
         raise Refused("widget.range", widget.name, fix, name=widget.name, value=quoted(value), least=least, most=most)
     return value
+
+
+def parse_devices(text: str, gpus: int, kind: str = CUDA.kind) -> tuple[str, ...]:
+    """Returns the devices that `text` lists, every GPU where it is empty, and () for "the CPU, as often as needed"."""
+    names = [name.strip().lower() for name in text.split(",") if name.strip()]
+    if not names:
+        return tuple(f"{kind}:{index}" for index in range(gpus))
+    if len(names) > MAX_DEVICES:
+        raise Refused("devices.many", "devices", {"devices": ""}, count=len(names), most=MAX_DEVICES)
+    # CPU workers to use where there is no GPU.
+    trial = "" if gpus else ",".join(["cpu"] * min(max(2, len(names)), MAX_CPU_WORKERS))
+    fix, devices = {"devices": trial}, list[str]()
+    for name in names:
+        index = name.removeprefix(f"{kind}:")
+        if name == "cpu":
+            devices.append(name)
+            continue
+        if not index.isdecimal() or len(index) > MAX_DIGITS:
+            out = say("devices.trial", trial=trial) if trial else say("devices.empty")
+            raise Refused("devices.unknown", "devices", fix, device=quoted(name), kind=kind, out=out)
+        if not gpus:
+            raise Refused("devices.missing.all", "devices", fix, index=index, kind=kind.upper(), trial=trial)
+        if int(index) >= gpus:
+            reason = say("devices.missing", index=index, last=gpus - 1)
+            if why := why_one_gpu(gpus):
+                reason = say("reason.why", reason=reason, why=why)
+            raise Refused(reason.key, "devices", fix, **reason.values)
+        devices.append(f"{kind}:{int(index)}")
+    if "cpu" in devices and len({device == "cpu" for device in devices}) > 1:
+        known = ",".join(device for device in devices if device != "cpu")
+        raise Refused("devices.mixed", "devices", {"devices": known}, devices=quoted(text), known=known)
+    return tuple(devices)
+
+
+def why_one_gpu(gpus: int) -> str:
+    """Returns why there is only one GPU, where the environment may hide others; "" where it does not."""
+    chosen = any(argument.startswith("--cuda-device") for argument in sys.argv)
+    return say_if(gpus == 1 and not chosen and os.environ.get("CUDA_VISIBLE_DEVICES") == "0", "gpus.hidden")
+
+
+def requested_shares(shares: str, workers: int, devices: int = 0, nnodes: int = 1) -> tuple[int, ...]:
+    """Returns the share of each of this many workers, in rank order; () where `shares` leaves them to auto. Numbers may
+    be one for each of a config's `devices` on each machine, of which workers have the first. Raises Refused."""
+    if are_automatic(shares):
+        return ()
+    if shares.strip() == "equal":
+        return (1,) * workers
+    numbers, every, local = _numbers(shares), devices * nnodes, workers // nnodes
+    if not numbers:
+        raise Refused("shares.text", "shares", {"shares": "auto"}, shares=quoted(shares))
+    if len(numbers) == workers:
+        return numbers
+    if len(numbers) != every or local > devices:
+        text = quoted(shares.strip())
+        raise Refused("shares.count", "shares", {"shares": "auto"}, shares=text, count=len(numbers), workers=workers)
+    return tuple(number for machine in range(nnodes) for number in numbers[machine * devices :][:local])
+
+
+def are_automatic(shares: str) -> bool:
+    """Are these shares left to auto?"""
+    return shares.strip() in ("", "auto")
+
+
+def are_uneven(shares: str) -> bool:
+    """Are these shares numbers that are not all equal?"""
+    return len(set(_numbers(shares))) > 1
+
+
+def _numbers(shares: str) -> tuple[int, ...]:
+    """Returns the comma-separated whole numbers; () for other text."""
+    words = [word.strip() for word in shares.split(",")]
+    known = all(word.isascii() and word.isdecimal() and len(word) <= MAX_SHARE_DIGITS for word in words)
+    return tuple(map(int, words)) if known else ()

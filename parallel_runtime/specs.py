@@ -100,6 +100,33 @@ class Parallelism:
         return tuple(sum(sums[first : first + each]) for first in range(0, self.data_degree * each, each))
 
     @property
+    def work_fractions(self) -> list[float]:
+        """Each worker's fraction of all the work."""
+        # Of different prompts ranks have equal parts whatever their shares, of different images parts in proportion.
+        groups, cfg = self.data_group_shares, self.cfg_degree
+        return [
+            share / sum(shares) / cfg * groups[number // cfg % len(groups)] / sum(groups)
+            for number, shares in enumerate(self.cp_group_shares)
+            for share in shares
+        ]
+
+    @property
+    def shares_have_no_effect(self) -> bool:
+        """Do shares differ only between the groups of cfg_degree, which have a prompt each whatever their shares?"""
+        even = all(len(set(shares)) == 1 for shares in self.cp_group_shares)
+        return len(set(self.shares)) > 1 and even and len(set(self.data_group_shares)) == 1
+
+    def stage_of(self, rank: int) -> int:
+        return rank * self.pipeline_degree // self.world_size
+
+    def blocks_of(self, rank: int) -> tuple[int, int] | None:
+        """The first and the last of the blocks that the rank has, counted from 1; None where it has all of them."""
+        if not self.stages:
+            return None
+        before = sum(self.stages[: self.stage_of(rank)])
+        return before + 1, before + self.stages[self.stage_of(rank)]
+
+    @property
     def mesh_shape(self) -> tuple[int, int, int, int, int]:
         """Sizes of the mesh's dimensions: pipeline, data, cfg, ring, ulysses."""
         return (self.pipeline_degree, *self.stage_mesh_shape)

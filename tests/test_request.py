@@ -18,9 +18,8 @@ from parallel_runtime.errors import Refused
 from parallel_runtime.group import this_machine
 from parallel_runtime.planning.candidates import default_plan
 from parallel_runtime.planning.network_stats import NetworkStats
-from parallel_runtime.planning.run_plan import PlanInputs, parse_devices
-from parallel_runtime.planning.work_shares import requested_shares
-from parallel_runtime.request import EngineOptions, ParallelRequest, Widget, widgets
+from parallel_runtime.planning.run_plan import PlanInputs
+from parallel_runtime.request import EngineOptions, ParallelRequest, Widget, parse_devices, requested_shares, widgets
 from parallel_runtime.specs import DEGREES, ModelSpec, WeightPlacement
 from parallel_runtime.wire.messages import Run, decode, encode
 

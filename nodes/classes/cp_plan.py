@@ -20,14 +20,13 @@ from nodes import KSampler  # type: ignore[attr-defined]  # ComfyUI's module, no
 from ...parallel_runtime.errors import Refused, Sentence, say, say_if, to_json
 from ...parallel_runtime.explain.plan_report import Report, Row, Subject, report
 from ...parallel_runtime.explain.plan_words import unused
-from ...parallel_runtime.explain.remedy import changes, in_words, instead
 from ...parallel_runtime.group.history import RunSetup
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.group.this_machine import checked_plan
 from ...parallel_runtime.loading.code_names import Unsendable
 from ...parallel_runtime.loading.object_codec import controls_of
 from ...parallel_runtime.loading.replaced_code import replaced_in_loop
-from ...parallel_runtime.planning.request_checks import LEAST_STEPS
+from ...parallel_runtime.planning.request_checks import LEAST_STEPS, changes, in_words, instead
 from ...parallel_runtime.planning.run_plan import RunPlan
 from ...parallel_runtime.request import ParallelRequest
 from ..describe.foreign_code import check_loop, why_native

@@ -27,9 +27,14 @@ from torch import nn
 
 from ...parallel_runtime.accelerators import CUDA
 from ...parallel_runtime.architectures import Architecture, architecture_of
-from ...parallel_runtime.architectures.architecture import Load
 from ...parallel_runtime.architectures.block_patches import attends_each_head, see_all_tokens, sees_each_token
-from ...parallel_runtime.architectures.network_modules import blocks_of, padding_modes, units_of, why_not_in_patches
+from ...parallel_runtime.architectures.network_modules import (
+    Load,
+    blocks_of,
+    padding_modes,
+    units_of,
+    why_not_in_patches,
+)
 from ...parallel_runtime.architectures.row_plan import RowArchitecture
 from ...parallel_runtime.errors import Refused
 from ...parallel_runtime.group.payload_cache import check_size

@@ -23,8 +23,7 @@ from ...parallel_runtime.errors import ParallelError
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.group.this_machine import limits_by_worker
 from ...parallel_runtime.group.worker_group import WorkerGroup
-from ...parallel_runtime.planning.memory_model import Capacity
-from ...parallel_runtime.planning.misfit import GIB
+from ...parallel_runtime.planning.memory_model import GIB, Capacity
 from ...parallel_runtime.planning.resolve import EncoderPlacement
 from ...parallel_runtime.planning.run_plan import Estimate
 from ...parallel_runtime.request import AfterSampling, ParallelRequest

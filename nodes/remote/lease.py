@@ -24,13 +24,12 @@ from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.group.worker_group import OnStep, Result, Watch, WorkerGroup
 from ...parallel_runtime.jobs import Job
 from ...parallel_runtime.planning.candidates import default_plan
-from ...parallel_runtime.planning.misfit import GIB, Shortage, shortage
+from ...parallel_runtime.planning.memory_model import GIB, Shortage, shortage
 from ...parallel_runtime.planning.network_stats import Work
 from ...parallel_runtime.planning.resolve import alternatives, best_plan, resolve, why_unfit
 from ...parallel_runtime.planning.run_plan import Estimate, PlanInputs, RunPlan
 from ...parallel_runtime.planning.seconds import times_as_fast
-from ...parallel_runtime.planning.work_shares import are_automatic
-from ...parallel_runtime.request import AfterSampling, ParallelRequest
+from ...parallel_runtime.request import AfterSampling, ParallelRequest, are_automatic
 from ...parallel_runtime.specs import ModelSpec, Placement
 from ..describe.host import comfy_setup
 from .comfy_memory import LIMIT, GroupModel, capacity_for, make_room, sum_by_device, unload_comfyui_models, user_limits

@@ -23,9 +23,9 @@ from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.group.worker_group import Result
 from ...parallel_runtime.jobs import VAEJob
 from ...parallel_runtime.loading.random_states import random_states, set_random_states
-from ...parallel_runtime.planning.run_plan import Estimate, RunPlan, parse_devices
-from ...parallel_runtime.planning.work_shares import requested_shares, shares_within
-from ...parallel_runtime.request import ParallelRequest
+from ...parallel_runtime.planning.network_stats import shares_within
+from ...parallel_runtime.planning.run_plan import Estimate, RunPlan
+from ...parallel_runtime.request import ParallelRequest, parse_devices, requested_shares
 from ...parallel_runtime.specs import ModelSpec, Parallelism, Placement, VAEMethod
 from ..describe.host import gpu_kind, last_used, plan_without_model, visible_gpus
 from ..describe.vae import NotParallel, check_vae

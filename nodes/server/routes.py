@@ -26,12 +26,10 @@ from server import PromptServer
 from ...parallel_runtime import TESTED, numbers
 from ...parallel_runtime.commands.migrate import LARGE_ENCODER_BYTES
 from ...parallel_runtime.errors import Refused, say, say_if, to_json
-from ...parallel_runtime.explain.remedy import Change, changes, changes_to, instead
 from ...parallel_runtime.group.group_status import BUSY, LINES, RankStatus, Status
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.loading.code_names import unusable
-from ...parallel_runtime.planning.network_stats import blocks_of_rank
-from ...parallel_runtime.planning.work_shares import work_percent
+from ...parallel_runtime.planning.request_checks import Change, changes, changes_to, instead
 from ...parallel_runtime.request import ParallelRequest
 from ...parallel_runtime.specs import Parallelism
 from ..describe.host import comfy_setup, gpus_json, plan_without_model, refusal_json, visible_gpus
@@ -135,7 +133,7 @@ def _rank_json(rank: RankStatus, degrees: Parallelism | None) -> dict[str, Any]:
         "device": rank.device,
         "machine": rank.machine,
         "loaded": rank.loaded,
-        "blocks": blocks_of_rank(degrees, rank.rank) if degrees else None,
+        "blocks": degrees.blocks_of(rank.rank) if degrees else None,
         **rank.shown,
         "weights": [{name: getattr(model, name) for name in WEIGHT_FIELDS} for model in weights],
         "graphs": asdict(readings.graphs) if readings else None,
@@ -248,7 +246,7 @@ def _plan_json(values: object) -> dict[str, Any]:
     placement = plan.placement
     degrees = config.degrees_without_model(placement.world_size)
     result = {"workers": placement.world_size, "devices": placement.devices, "degrees": degrees}
-    result["shares"] = work_percent(plan.degrees, placement) if len(set(plan.degrees.shares)) > 1 else []
+    result["shares"] = plan.work_percent if len(set(plan.degrees.shares)) > 1 else []
     return {"gpus": gpus, "cores": os.cpu_count(), "reason": "", **result}
 
 

@@ -2,21 +2,23 @@
 
 A network is known by its class. One without a plan runs undivided. Plans need no torch."""
 
-from importlib import import_module
-from pkgutil import iter_modules
+from . import one_stream, row_plan, two_streams, videos
+from .split_plan import Architecture, SplitPlan
 
-from .architecture import Architecture
+__all__ = ["ARCHITECTURES", "Architecture", "architecture_of", "control_plan_of"]
 
-__all__ = ["ARCHITECTURES", "Architecture", "architecture_of"]
-
-_FILES = [import_module(f".{file.name}", __name__) for file in iter_modules(__path__)]
-ARCHITECTURES = tuple(value for file in _FILES for value in vars(file).values() if isinstance(value, Architecture))
+_VALUES = [value for file in (one_stream, row_plan, two_streams, videos) for value in vars(file).values()]
+ARCHITECTURES = tuple(value for value in _VALUES if isinstance(value, Architecture))
 _BY_CLASS = {kind: network for network in ARCHITECTURES for kind in network.kinds}
 
 
 def architecture_of(network: object) -> Architecture | None:
     """The plan and the figures of a network's class; None for one without a plan."""
     # A subclass is another class, whatever it changes: nobody has compared it with the plan.
-    kind = type(network)
-    known = _BY_CLASS.get(f"{kind.__module__}:{kind.__qualname__}")
+    known = _BY_CLASS.get(f"{type(network).__module__}:{type(network).__qualname__}")
     return known if known is not None and known.fits(network) else None
+
+
+def control_plan_of(network: object) -> SplitPlan | None:
+    """The plan of a ControlNet's network by the network's own class; None for one that runs undivided."""
+    return two_streams.CONTROL_PLANS.get(f"{type(network).__module__}:{type(network).__qualname__}")

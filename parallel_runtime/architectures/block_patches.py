@@ -45,7 +45,9 @@ def see_all_tokens(patches: Mapping[str, Sequence[Any]]) -> list[str]:
     """Returns the patches, with ComfyUI's kind, that need all tokens inside of blocks: "attn1_patch of HyperTile"."""
     inside = ((kind, patch) for kind in INSIDE for patch in patches.get(kind) or ())
     whole = ((kind, patch) for kind, patch in inside if not (sees_each_token(patch) or goes_by_frames(patch)))
-    return list(dict.fromkeys(f"{kind} of {_owner(patch)}" for kind, patch in whole))
+    # A function is told by the node that defines it, an object by its class.
+    owners = ((kind, _named(patch).__qualname__.partition(".")[0]) for kind, patch in whole)
+    return list(dict.fromkeys(f"{kind} of {owner}" for kind, owner in owners))
 
 
 def sees_each_token(function: Any) -> bool:
@@ -97,19 +99,9 @@ def _declared(function: Any) -> str | None:
 
 
 def _is_one_of(names: Sequence[str], patch: Any) -> bool:
-    return any(f".{_name(patch)}".endswith(f".{known}") for known in names)
-
-
-def _owner(patch: Any) -> str:
-    """The name of the node that defines `patch`, or its class."""
-    named: str = _named(patch).__qualname__
-    return named.partition(".")[0]
-
-
-def _name(patch: Any) -> str:
-    """The dotted name of `patch`; ComfyUI imports its extra nodes under the path of their file."""
     named = _named(patch)
-    return f"{named.__module__.replace(os.sep, '.')}.{named.__qualname__}"
+    path = named.__module__.replace(os.sep, ".")  # ComfyUI imports its extra nodes under the path of their file
+    return any(f".{path}.{named.__qualname__}".endswith(f".{known}") for known in names)
 
 
 def _named(patch: Any) -> Any:

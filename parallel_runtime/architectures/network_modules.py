@@ -1,17 +1,19 @@
 """The modules of a network that its plan names, its blocks where it has no plan, those that choose their own attention,
-and its blocks in the order in which they run, divided into the stages of a pipeline. Knows no ranks and no file format.
+and its blocks in the order in which they run, divided into the stages of a pipeline that cost about the same. Knows no
+ranks and no file format.
 ComfyUI's process and the workers use the same arithmetic."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate, pairwise
 from typing import Any
 
 from torch import nn
 
 from ..specs import Parallelism
-from .architecture import Load, share_out
 from .row_plan import RowPlan
-from .split_plan import ModulePlan, Names, SplitPlan
+from .split_plan import ModulePlan, SplitPlan
 
 CHOOSES = "ComfyAttention"  # the class of modules that may choose an attention function
 LARGE_FRACTION = 0.02  # of the model's weights: smaller layers are on every device
@@ -22,27 +24,22 @@ def blocks_of(network: nn.Module, plan: SplitPlan, *, carrying: bool = False) ->
     """The modules of the plan's stacks, in the order in which they run; `carrying`: only those with hidden states.
     Those of a RowPlan are the modules of its `fetched_classes`."""
     if isinstance(plan, RowPlan):
-        return _outermost(network, plan.fetched_classes)
+        return list(_outermost(network, lambda module: type(module).__name__ in plan.fetched_classes))
     named = [each for each in plan.module_plans if each.name and "*" not in each.name and each.method == "forward"]
     stacks = [network.get_submodule(each.name) for each in named if each.split_args or not carrying]
     return [block for stack in stacks if isinstance(stack, Stack) for block in stack.children()]
 
 
-def _outermost(module: nn.Module, classes: Names) -> list[nn.Module]:
-    """The modules below `module` that are of one of these classes and inside of no other that is."""
-    outermost = []
+def _outermost(module: nn.Module, is_one: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
+    """Yields the modules below `module` that are one, and inside of no other that is."""
     for child in module.children():
-        outermost += [child] if type(child).__name__ in classes else _outermost(child, classes)
-    return outermost
+        yield from [child] if is_one(child) else _outermost(child, is_one)
 
 
-def outermost_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """Yields what the network's lists of modules hold, without lists inside of these."""
-    for child in module.children():
-        if isinstance(child, nn.ModuleList | nn.Sequential):
-            yield from child
-        else:
-            yield from outermost_blocks(child)
+def outermost_blocks(network: nn.Module) -> list[nn.Module]:
+    """What the network's lists of modules hold, without lists inside of these."""
+    lists: Any = _outermost(network, lambda module: isinstance(module, nn.ModuleList | nn.Sequential))
+    return [block for modules in lists for block in modules]
 
 
 def large_layers(network: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
@@ -173,3 +170,39 @@ def counts_of(network: nn.Module, plan: SplitPlan, parallelism: Parallelism) -> 
 def owners(counts: Sequence[int]) -> list[int]:
     """The stage of each unit."""
     return [stage for stage, count in enumerate(counts) for _ in range(count)]
+
+
+@dataclass(frozen=True)
+class Load:
+    """The cost of a unit to its stage: bytes of weights, and blocks that tokens pass, all of the same cost."""
+
+    nbytes: int
+    blocks: int = 1
+
+
+def share_out(loads: Sequence[Load], stages: int, budget_bytes: Sequence[int] = ()) -> tuple[int, ...]:
+    """How many units each stage has, contiguous and at least one, so that the busiest stage has the fewest blocks,
+    and of such divisions the fewest bytes. No stage exceeds its entry of `budget_bytes` if that is possible.
+    Raises ValueError for more stages than units."""
+    if stages > len(loads):
+        raise ValueError(f"{len(loads)} blocks make no {stages} stages")
+    nbytes_before = tuple(accumulate((load.nbytes for load in loads), initial=0))
+    work = tuple(accumulate((load.blocks for load in loads), initial=0))
+
+    def cost(begin: int, end: int, stage: int) -> tuple[int, int, int]:
+        nbytes = nbytes_before[end] - nbytes_before[begin]
+        return (max(0, nbytes - budget_bytes[stage]) if budget_bytes else 0), work[end] - work[begin], nbytes
+
+    @cache
+    def best(end: int, parts: int) -> tuple[tuple[int, int, int], tuple[int, ...]]:
+        """The worst of each cost for the first units in this many stages, and where these end."""
+        if parts == 1:
+            return cost(0, end, 0), (end,)
+        divisions = []
+        for begin in range(parts - 1, end):
+            before, ends = best(begin, parts - 1)
+            divisions.append((tuple(map(max, before, cost(begin, end, parts - 1))), (*ends, end)))
+        return min(divisions)  # type: ignore[return-value]  # map forgets how many
+
+    _, ends = best(len(loads), stages)
+    return tuple(end - begin for begin, end in pairwise((0, *ends)))

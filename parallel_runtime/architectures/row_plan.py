@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from math import gcd, log2
 from typing import Any
 
-from .architecture import Architecture
-from .split_plan import IMAGE, Names, SplitPlan
+from .split_plan import IMAGE, Architecture, Names, SplitPlan
 
 PICTURE = (-2, -1)  # dims of rows and columns
 RESAMPLES = ("Downsample", "Upsample")  # classes of modules between two levels of a UNet
@@ -69,6 +68,15 @@ class CascadeRowPlan(RowPlan):
 
     first: Callable[[Any], int] = field(kw_only=True)
     resized: Names = field(default=(), kw_only=True)
+
+
+@dataclass(frozen=True)
+class ControlRowPlan(RowPlan):
+    """The plan of a UNet's ControlNet. `depth` counts from the hint, whose picture is halved `hint_halvings` times
+    before it has the latent's rows. What modules of the names in `averaged` are given are means over the picture."""
+
+    hint_halvings: int = field(default=3, kw_only=True)
+    averaged: Names = field(default=(), kw_only=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,13 +1,18 @@
 """The language of split plans: how each argument of a network's blocks is split over ranks, and over which streams of
-tokens its attention runs. Argument names are the network's own. Knows no model, no torch and no ranks."""
+tokens its attention runs; and an architecture, which has a plan, its classes, and the sizes that planning reads from a
+network. Argument names are the network's own. Knows no model, no torch and no ranks."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
+from math import prod
 from typing import Any, Literal
 
 Names = tuple[str, ...]  # of streams, in the order in which they are concatenated
 IMAGE, TEXT, VIDEO, AUDIO, JOINT = ("image",), ("text",), ("video",), ("audio",), ("joint",)  # joint: text and image
+HEADS = ("num_heads", "num_attention_heads", "n_heads", "heads")  # what networks and their blocks call them
+WIDTH = ("hidden_size", "inner_dim", "dim", "model_channels", "model_dim")
 Local = Literal["local"]
 
 
@@ -227,9 +232,17 @@ class ModulePlan:
         over = [self.attends, *self.submodule_attends.values()]
         return bool(self.head_functions) or any(spec is not None and spec != "local" for spec in over)
 
-    @property
+    @cached_property
     def _tokens(self) -> list[tuple[str | int, int | None, list[Split]]]:
-        return [split for name, spec in self.args.items() for split in _tokens(name, spec)]
+        """The hidden states among the arguments: name, index if it is one of a tuple, specs by the value's length."""
+        tokens = []
+        for name, spec in self.args.items():
+            items: list[tuple[int | None, Any]] = list(enumerate(spec)) if isinstance(spec, tuple) else [(None, spec)]
+            for index, item in items:
+                specs = item if isinstance(item, list) else [item]
+                if isinstance(specs[0], Split):
+                    tokens.append((name, index, specs))
+        return tokens
 
 
 @dataclass(frozen=True)
@@ -279,9 +292,78 @@ class SplitPlan:
         return [plan for plan in self.module_plans if plan.split_args and not plan.never_skipped]
 
 
-def _tokens(name: str | int, spec: SplitSpec) -> Iterator[tuple[str | int, int | None, list[Split]]]:
-    items: list[tuple[int | None, Any]] = list(enumerate(spec)) if isinstance(spec, tuple) else [(None, spec)]
-    for index, item in items:
-        either = item if isinstance(item, list) else [item]
-        if isinstance(either[0], Split):
-            yield name, index, either
+def _patch_size(net: Any) -> Sequence[int]:
+    """The patch size in (frames, rows, columns); a single number is that of rows and columns."""
+    size = net.patch_size
+    return (1, size, size) if isinstance(size, int) else size
+
+
+def _number(names: Sequence[str], modules: Iterable[Any]) -> int:
+    """The first integer attribute with one of these names, module by module."""
+    values = (getattr(module, name, None) for module in modules for name in names)
+    return next(number for number in values if isinstance(number, int))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """One architecture. `kinds` are its classes, "module:qualified name".
+
+    `patch`: how many of a latent's last dims (frames, rows, columns) make a token, or what says so of a network; its
+    `patch_size` where nothing is said. `width`: heads x head size, where the network does not have it under a name of
+    WIDTH; `head_size`, where neither it nor its blocks have the number of heads. `prompt`: the stream of the text's
+    tokens, if the plan splits it. `text_width` and `pooled_width` are those of a prompt, None where the network does
+    not say. `fits`: whether the plan is for this one of the class; it runs undivided if not. `batch_coupled`: whether
+    this one's result depends on where prompts and images are in its batch, which ranks must not share out then.
+    `images_coupled`: whether the images of a prompt are computed together, as frames that attend to each other are, so
+    that ranks may share out prompts and not images."""
+
+    name: str
+    kinds: Names
+    plan: SplitPlan
+    patch: Sequence[int] | Callable[[Any], Sequence[int]] = _patch_size
+    prompt: str = "text"
+    width: Callable[[Any], int] = lambda net: _number(WIDTH, [net])
+    head_size: Callable[[Any], int] | None = None
+    text_width: Callable[[Any], int | None] = lambda net: None
+    pooled_width: Callable[[Any], int | None] = lambda net: None
+    fits: Callable[[Any], bool] = lambda net: True
+    batch_coupled: Callable[[Any], bool] = lambda net: False
+    images_coupled: Callable[[Any], bool] = lambda net: False
+
+    def layers(self, net: Any) -> int:
+        """Blocks with attention that run in turn; of those that run with others, such as have the latent's tokens."""
+        main = self.plan.main_stream
+        plans = (one for one in self._attending if not one.runs_with or any(main in of for *_, of in one.split_args))
+        return sum(len(net.get_submodule(module_plan.name)) for module_plan in plans)
+
+    def heads(self, net: Any) -> int:
+        """Attention heads: an attribute of the network, or of the first submodule of its blocks that has one."""
+        if self.head_size is not None:
+            return self.width(net) // self.head_size(net)
+        parts = (part for module_plan in self._attending for part in net.get_submodule(module_plan.name).modules())
+        return _number(HEADS, chain([net], parts))
+
+    def tokens(self, net: Any, latent_shape: Sequence[int], text: int) -> dict[str, int]:
+        """Tokens of each split stream, for a latent of shape [B, C, (T,) H, W] and `text` tokens of text."""
+        patch = self.patch(net) if callable(self.patch) else self.patch
+        sides = zip(reversed(latent_shape[2:]), reversed(patch), strict=False)
+        count = prod(-(-size // side) for size, side in sides)
+        if self.plan.main_stream in JOINT:
+            return {self.plan.main_stream: count + text}
+        return {self.plan.main_stream: count} | ({self.prompt: text} if self.prompt in self.plan.streams else {})
+
+    @property
+    def _attending(self) -> list[ModulePlan]:
+        plans = self.plan.module_plans
+        return [plan for plan in plans if plan.split_args and plan.attends_to_split]
+
+
+def inputs_of(path: str) -> Callable[[Any], int | None]:
+    """Returns a function: a network's in_features of the linear layer at `path`, None for a network without it."""
+
+    def width(net: Any) -> int | None:
+        for part in path.split("."):
+            net = getattr(net, part, None)
+        return getattr(net, "in_features", None)
+
+    return width

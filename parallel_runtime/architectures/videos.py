@@ -1,16 +1,15 @@
-"""Networks of videos."""
+"""Networks of videos; HunyuanVideo stands with FLUX, whose blocks it has."""
 
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from .architecture import Architecture, inputs_of
 from .split_plan import (
     AUDIO,
-    IMAGE,
     JOINT,
     TEXT,
     VIDEO,
+    Architecture,
     Count,
     Cross,
     Frames,
@@ -21,6 +20,7 @@ from .split_plan import (
     Split,
     SplitLike,
     SplitPlan,
+    inputs_of,
 )
 
 # CogVideoX.
@@ -77,37 +77,6 @@ COSMOS_PREDICT2 = Architecture(
     patch=(1, 2, 2),
 )
 
-# HunyuanVideo (text and both image to video), HunyuanVideo 1.5 and HunyuanImage, which have no single blocks or do.
-#
-# After the blocks the parent slices reference latents off by whole positions, so each stack ends full.
-TEXT_IMAGE = TEXT + IMAGE
-HUNYUAN_VIDEO_DOUBLE = ModulePlan(
-    "double_blocks",
-    {
-        "img": Split(IMAGE),
-        "txt": Split(TEXT),
-        "pe": SplitLike(TEXT_IMAGE, 2),
-        "modulation_dims_img": Slices(IMAGE),
-        "modulation_dims_txt": Slices(TEXT),
-    },
-    attends=TEXT_IMAGE,
-    unsplit_args=("vec", "attn_mask"),
-    gathers=True,
-)
-# The image's slices are applied to text and image: that is how ComfyUI does it.
-HUNYUAN_VIDEO_SINGLE = ModulePlan(
-    "single_blocks",
-    {"x": Split(TEXT_IMAGE), "pe": SplitLike(TEXT_IMAGE, 2), "modulation_dims": Slices(TEXT_IMAGE)},
-    attends=TEXT_IMAGE,
-    unsplit_args=("vec", "attn_mask"),
-    gathers=True,
-)
-HUNYUAN_VIDEO = Architecture(
-    name="HunyuanVideo",
-    kinds=("comfy.ldm.hunyuan_video.model:HunyuanVideo",),
-    plan=SplitPlan((HUNYUAN_VIDEO_DOUBLE, HUNYUAN_VIDEO_SINGLE), residuals=("input",)),
-)
-
 # Kandinsky 5 (image and video). The text has blocks of its own, full on every rank.
 KANDINSKY5_BLOCKS = ModulePlan(
     "visual_transformer_blocks",
@@ -150,16 +119,10 @@ LTXAV_BLOCKS = ModulePlan(
     "transformer_blocks",
     {
         "x": (Split(VIDEO), Split(AUDIO)),
-        "v_timestep": _split_timestep,
-        "a_timestep": SplitLike(AUDIO),
-        "v_pe": (SplitLike(VIDEO), None),
-        "a_pe": (SplitLike(AUDIO), None),
-        "v_cross_pe": (SplitLike(VIDEO), None),
-        "a_cross_pe": (SplitLike(AUDIO), None),
-        "v_cross_scale_shift_timestep": _split_timestep,
-        "a_cross_scale_shift_timestep": SplitLike(AUDIO),
-        "v_cross_gate_timestep": _split_timestep,
-        "a_cross_gate_timestep": SplitLike(AUDIO),
+        **dict.fromkeys(("v_timestep", "v_cross_scale_shift_timestep", "v_cross_gate_timestep"), _split_timestep),
+        **dict.fromkeys(("a_timestep", "a_cross_scale_shift_timestep", "a_cross_gate_timestep"), SplitLike(AUDIO)),
+        **dict.fromkeys(("v_pe", "v_cross_pe"), (SplitLike(VIDEO), None)),
+        **dict.fromkeys(("a_pe", "a_cross_pe"), (SplitLike(AUDIO), None)),
     },
     attends=VIDEO,
     submodule_attends={

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..architectures.block_patches import INSIDE, needs_full_tokens
-from ..architectures.control_networks import ControlRowPlan
 from ..architectures.network_modules import preferred_attentions
-from ..architectures.row_plan import CascadeRowPlan, RowPlan
+from ..architectures.row_plan import CascadeRowPlan, ControlRowPlan, RowPlan
 from ..architectures.split_plan import HeadFunction, HeadProducer, ModulePlan, SplitPlan
 from ..errors import Refused, Unsplittable
 from ..specs import Parallelism

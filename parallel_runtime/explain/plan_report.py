@@ -9,17 +9,16 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..accelerators import CUDA
-from ..errors import Sentence, listed, say, say_if, to_json
+from ..errors import listed, say, say_if, to_json
 from ..group.history import Pace, RunSetup
-from ..planning.memory_model import estimate_activation_bytes
-from ..planning.misfit import GIB, size_in_words
-from ..planning.network_stats import StageBlocks, Work, busy_share, cached_key_value_bytes, stages_of, weight_ranges
+from ..planning.memory_model import GIB, estimate_activation_bytes, size_in_words
+from ..planning.network_stats import Work
 from ..planning.resolve import MIN_GAIN_TO_SWITCH, evaluate
-from ..planning.run_plan import DeviceProfile, PlanInputs, RunPlan, why_one_gpu
+from ..planning.run_plan import DeviceProfile, PlanInputs, RunPlan
 from ..planning.seconds import attention_bytes, evaluation_seconds
-from ..request import ParallelRequest
+from ..request import ParallelRequest, why_one_gpu
 from ..specs import Parallelism, Placement, WeightPlacement
-from .plan_words import Part, idle, memory, parts, shares_in_words, unused, weights, why_replicated
+from .plan_words import Part, memory, parts, unused, weights, why_replicated
 
 Kind = Literal["model", "row", "note", "trouble", "text"]
 
@@ -110,12 +109,15 @@ def report(
     chosen = by_auto if inputs.sequence_degrees_open and degrees.context_parallel_size > 1 else "degrees"
     replicated = replace(plan, weights=WeightPlacement(), entries_per_call=0)
     estimate = plan.estimate or evaluate(replicated, inputs)
+    shares = ", ".join(f"{device} {percent} %" for device, percent in plan.work_percent)
+    devices = placement.devices * placement.nnodes
+    workless = [device for device, share in zip(devices, degrees.shares, strict=False) if not share]
     notes = [
         *_warnings(subject, plan, inputs, estimate.needed_bytes_by_rank, free),
         why_replicated(request, plan, work.network) if plan.estimate else "",
         _of_batch(work, plan, profile),
         unused(request, plan, work.network.name),
-        idle(plan),
+        say_if(workless, "note.workless", devices=", ".join(workless)),
     ]
     rows = [
         *troubles,
@@ -127,11 +129,11 @@ def report(
         Row("Loop", subject.loop),
         Row("Workers", _workers(placement)),
         Row("Degrees", (say(chosen, degrees=_degrees(degrees)), *_reasons(subject, plan, inputs.guided))),
-        Row("Shares", (shares_in_words(plan), *compared)),
-        Row("Stages", (*_stages(work, degrees, request), _patches(work, degrees, request.options.warmup_steps))),
+        Row("Shares", (say_if(len(set(degrees.shares)) > 1, "shares", shares=shares), *compared)),
+        Row("Stages", _stages(work, degrees, request)),
         Row("Memory", memory(estimate, placement, free)),
         Row("Weights", weights(plan, work, capacity)),
-        Row("Traffic", (*_traffic(work, degrees), _float8(work, degrees, profile))),
+        Row("Traffic", _traffic(work, degrees, profile)),
         Row("Launch", _launch(subject, plan)),
         Row("Encoder", encode),
         Row("Decode", decode),
@@ -139,7 +141,7 @@ def report(
     ]
     total = max(1, work.network.weight_bytes)
     fractions = [nbytes / total if plan.estimate else 1.0 for nbytes in estimate.weight_bytes_by_rank]
-    shown = [] if troubles else parts(plan, weights=fractions, stages=weight_ranges(work.network, degrees))
+    shown = [] if troubles else parts(plan, weights=fractions, stages=work.network.weight_ranges(degrees))
     return Report(rows=tuple(row for row in rows if row.text), parts=tuple(shown))
 
 
@@ -191,27 +193,24 @@ def _reasons(subject: Subject, plan: RunPlan, guided: bool) -> list[str]:
 
 
 def _stages(work: Work, degrees: Parallelism, request: ParallelRequest) -> tuple[str, ...]:
-    """Says of each stage its blocks, work and size, how long stages idle, and why auto made a pipeline."""
-    if degrees.pipeline_degree == 1 or not (stages := stages_of(work.network, degrees)):
+    """Says of each stage its blocks, work and size, how long stages idle, why auto made a pipeline, and what token
+    patches keep."""
+    if degrees.pipeline_degree == 1 or not (stages := work.network.stages(degrees)):
         return ()
-    each = [_stage(number, stage) for number, stage in enumerate(stages, 1)]
-    flights, busy = work.most_sequences(degrees), f"{busy_share(work, degrees):.0%}"
-    follow = say("stage.several" if flights > 1 else "stage.one", flights=flights, busy=busy)
-    exact = say_if(degrees.options.token_patches == 1, "stage.exact")
-    auto = say_if(request.pipeline_degree == 0, "stage.auto")
-    return say("stage.all", stages=listed(each, "stage.and")), follow, exact, auto
-
-
-def _stage(number: int, stage: StageBlocks) -> Sentence:
-    blocks = {"first": stage.first + 1, "last": stage.first + stage.count}
-    return say("stage", number=number, **blocks, work=f"{stage.work:.0%}", size=size_in_words(stage.nbytes))
-
-
-def _patches(work: Work, degrees: Parallelism, warmup: int) -> str:
-    if degrees.options.token_patches == 1:
-        return ""
-    size = f"{max(cached_key_value_bytes(work, degrees)) / GIB:.2f}"
-    return say("stages.patches", patches=degrees.options.token_patches, warmup=warmup, kept=size)
+    each = []
+    for number, stage in enumerate(stages, 1):
+        blocks = {"first": stage.first + 1, "last": stage.first + stage.count}
+        size = size_in_words(stage.nbytes)
+        each.append(say("stage", number=number, **blocks, work=f"{stage.work:.0%}", size=size))
+    flights, busy = work.most_sequences(degrees), f"{work.busy_share(degrees):.0%}"
+    patches, kept = degrees.options.token_patches, f"{max(work.cached_bytes_by_rank(degrees)) / GIB:.2f}"
+    return (
+        say("stage.all", stages=listed(each, "stage.and")),
+        say("stage.several" if flights > 1 else "stage.one", flights=flights, busy=busy),
+        say_if(patches == 1, "stage.exact"),
+        say_if(request.pipeline_degree == 0, "stage.auto"),
+        say_if(patches > 1, "stages.patches", patches=patches, warmup=request.options.warmup_steps, kept=kept),
+    )
 
 
 def _heads(work: Work, degrees: Parallelism) -> str:
@@ -226,33 +225,28 @@ def _heads(work: Work, degrees: Parallelism) -> str:
     return say("heads.one" if least == 1 else "heads", workers=workers, heads=least)
 
 
-def _traffic(work: Work, degrees: Parallelism) -> tuple[str, ...]:
-    """Says what is sent in the model, and from stage to stage of a pipeline."""
-    each = f"{work.sequence_bytes / degrees.context_parallel_size / 2**20:.2f}"
-    passed = say_if(degrees.pipeline_degree > 1, "traffic.stages", each=each)
-    if degrees.context_parallel_size == 1 or 0 < work.row_ranks < degrees.context_parallel_size:
-        return (passed or say("traffic.none"),)
-    layer, layers = attention_bytes(work, degrees) / 2**20, work.network.layers
-    return say("traffic", layer=f"{layer:.2f}", layers=layers, evaluation=f"{layer * layers:.1f}"), passed
-
-
-def _float8(work: Work, degrees: Parallelism, profile: DeviceProfile | None) -> str:
-    """Says what sending in float8 gains by the estimate, and what it cost where it was measured."""
+def _traffic(work: Work, degrees: Parallelism, profile: DeviceProfile | None) -> tuple[str, ...]:
+    """Says what is sent in the model, and from stage to stage of a pipeline; and what sending in float8 gains by the
+    estimate, and what it cost where it was measured."""
+    ranks, dtype = degrees.context_parallel_size, degrees.options.comm_dtype
+    passed = say_if(degrees.pipeline_degree > 1, "traffic.stages", each=f"{work.sequence_bytes / ranks / 2**20:.2f}")
+    sentences: list[str] = [passed or say("traffic.none")]
+    if ranks > 1 and not 0 < work.row_ranks < ranks:
+        layer, layers = attention_bytes(work, degrees) / 2**20, work.network.layers
+        evaluation = f"{layer * layers:.1f}"
+        sentences = [say("traffic", layer=f"{layer:.2f}", layers=layers, evaluation=evaluation), passed]
     if not degrees.options.sends_float8:
-        return ""
+        return tuple(sentences)
     exact = degrees.with_options(comm_dtype="same")
     sent = attention_bytes(work, exact)
     if not sent:
-        return say("float8.nothing", dtype=degrees.options.comm_dtype)
-    values = {
-        "dtype": degrees.options.comm_dtype,
-        "percent": f"{attention_bytes(work, degrees) / sent:.0%}",
-        "error": f"{FLOAT8_ERROR if degrees.ulysses_degree > 1 else FLOAT8_RING_ERROR:.1%}",
-    }
+        return *sentences, say("float8.nothing", dtype=dtype)
+    percent = f"{attention_bytes(work, degrees) / sent:.0%}"
+    error = f"{FLOAT8_ERROR if degrees.ulysses_degree > 1 else FLOAT8_RING_ERROR:.1%}"
     if profile is None or not profile.bytes_per_second:
-        return say("float8", **values)
+        return *sentences, say("float8", dtype=dtype, percent=percent, error=error)
     times = evaluation_seconds(work, exact, profile) / evaluation_seconds(work, degrees, profile)
-    return say("float8.times", times=f"{times:.2f}", **values)
+    return *sentences, say("float8.times", times=f"{times:.2f}", dtype=dtype, percent=percent, error=error)
 
 
 def _launch(subject: Subject, plan: RunPlan) -> str:
@@ -296,44 +290,41 @@ def _speed(work: Work, plan: RunPlan, profile: DeviceProfile | None) -> str:
 def _warnings(
     subject: Subject, plan: RunPlan, inputs: PlanInputs, needed: Sequence[int], free: Sequence[int]
 ) -> list[str]:
-    work, degrees, placement = subject.work, plan.degrees, plan.placement
-    heads, ulysses, ranks = work.network.heads, degrees.ulysses_degree, degrees.context_parallel_size
+    work, network, degrees, placement = subject.work, subject.work.network, plan.degrees, plan.placement
+    heads, ulysses, ranks = network.heads, degrees.ulysses_degree, degrees.context_parallel_size
+    data, rows, workers, kind = degrees.data_degree, work.sequences, degrees.world_size, placement.device_kind
     lacking = any(size > available for size, available in zip(needed, free, strict=False))
     one_gpu = why_one_gpu(1) if placement.devices == ("cuda:0",) else ""
     stages_idle = degrees.pipeline_degree > work.most_sequences(degrees) * degrees.options.token_patches
+    one_cuda = kind == "cuda" and placement.nnodes == 1
+    halves = plan.sharded and degrees.cfg_degree > 1
+    branches = degrees.cfg_degree == 1 and ranks % 2 == 0 and plan.weights.mode == "replicate"
+    together = subject.batch_coupled and data > 1
+    frames = network.images_coupled and data > 1 and not together
+    alike = data > rows and not (together or frames)  # some groups compute what others do
+    by_auto = not inputs.request.data_degree
     return [
         say_if(degrees.options.step_cache, "note.cache", threshold=degrees.options.step_cache),
         say_if(lacking, "note.memory"),
         say_if(plan.entries_per_call and inputs.guided, "note.rows"),
         say_if(heads % ulysses, "note.uneven", heads=heads, ulysses=ulysses),
-        say_if(ranks > work.row_ranks > 0, "note.fewrows", name=work.network.name, rows=work.row_ranks, workers=ranks),
+        say_if(ranks > work.row_ranks > 0, "note.fewrows", name=network.name, rows=work.row_ranks, workers=ranks),
         say_if(share_cores(placement), "note.cores", workers=len(placement.devices), cores=os.cpu_count()),
-        say_if(placement.shared and placement.device_kind != "cpu", "note.twice"),
+        say_if(placement.shared and kind != "cpu", "note.twice"),
         f"{one_gpu}." if one_gpu else "",
-        _untried(placement),
-        _of_prompts(subject, plan) if inputs.guided else "",
-        say_if(stages_idle, "note.stages", idle=f"{1 - busy_share(work, degrees):.0%}"),
-        _of_rows(subject, degrees, by_auto=not inputs.request.data_degree),
+        # What nobody has tested yet.
+        say_if(kind != "cpu" and placement.nnodes > 1, "untried.machines"),
+        say_if(kind not in ("cpu", "cuda") and placement.nnodes == 1, "untried.kind", kind=kind),
+        say_if(one_cuda and len(set(placement.devices)) > 1, "untried.several"),
+        say_if(inputs.guided and halves, "note.halves"),
+        say_if(inputs.guided and branches and not subject.batch_coupled, "note.branches"),
+        say_if(stages_idle, "note.stages", idle=f"{1 - work.busy_share(degrees):.0%}"),
+        say_if(together, "note.together", data=data),
+        say_if(frames, "note.frames", data=data),
+        say_if(alike and not network.divisible, "note.undivided", name=network.name),
+        say_if(alike and network.divisible and by_auto, "note.fewer", workers=workers, each=workers // data),
+        say_if(alike and network.divisible and not by_auto, "note.idle", data=data, rows=rows),
     ]
-
-
-def _untried(placement: Placement) -> str:
-    """Says which part of this placement is untested."""
-    if placement.device_kind == "cpu":
-        return ""
-    if placement.nnodes > 1:
-        return say("untried.machines")
-    if placement.device_kind != "cuda":
-        return say("untried.kind", kind=placement.device_kind)
-    return say_if(len(set(placement.devices)) > 1, "untried.several")
-
-
-def _of_prompts(subject: Subject, plan: RunPlan) -> str:
-    degrees = plan.degrees
-    if plan.sharded and degrees.cfg_degree > 1:
-        return say("note.halves")
-    even = degrees.cfg_degree == 1 and degrees.context_parallel_size % 2 == 0
-    return say_if(even and plan.weights.mode == "replicate" and not subject.batch_coupled, "note.branches")
 
 
 def _of_batch(work: Work, plan: RunPlan, profile: DeviceProfile | None) -> str:
@@ -351,18 +342,3 @@ def _of_batch(work: Work, plan: RunPlan, profile: DeviceProfile | None) -> str:
     other = evaluation_seconds(work, shared, profile) * work.branches
     faster = other < MIN_GAIN_TO_SWITCH * now and not plan.placement.shared
     return say_if(faster, "note.batch", rows=work.sequences, data=data, other=f"{other:.2f}", seconds=f"{now:.2f}")
-
-
-def _of_rows(subject: Subject, degrees: Parallelism, *, by_auto: bool) -> str:
-    work, data = subject.work, degrees.data_degree
-    if subject.batch_coupled and data > 1:
-        return say("note.together", data=data)
-    if work.network.images_coupled and data > 1:
-        return say("note.frames", data=data)
-    if data <= work.sequences:
-        return ""
-    if not work.network.divisible:
-        return say("note.undivided", name=work.network.name)
-    if by_auto:
-        return say("note.fewer", workers=degrees.world_size, each=degrees.world_size // data)
-    return say("note.idle", data=data, rows=work.sequences)

@@ -9,14 +9,12 @@ from math import ceil, prod
 
 from ..architectures.autoencoders import DIFFUSION, ENGINE, HUNYUAN, KL, LTX, MINIMAX_H3, TileGrid
 from ..errors import Sentence, listed, say
-from ..planning.memory_model import Capacity, MemoryModel
-from ..planning.misfit import GIB, size_in_words
-from ..planning.network_stats import NetworkStats, Work, outside_bytes
+from ..planning.memory_model import GIB, Capacity, MemoryModel, size_in_words
+from ..planning.network_stats import NetworkStats, Work
 from ..planning.resolve import MIN_GAIN_TO_SWITCH, EncoderPlacement, EncoderSize
 from ..planning.run_plan import DeviceProfile, Estimate, RunPlan
-from ..planning.work_shares import are_uneven, work_percent
-from ..request import ParallelRequest
-from ..specs import BLOCK_BUFFERS, Parallelism, Placement, WeightPlacement
+from ..request import ParallelRequest, are_uneven
+from ..specs import BLOCK_BUFFERS, Placement, WeightPlacement
 
 SHOWN = 4  # other plans, the best ones
 Share = tuple[float, float]  # begin and end, as fractions of all
@@ -31,26 +29,22 @@ def compared(plans: Sequence[RunPlan]) -> tuple[str, ...]:
         return ()
     best, *others = plans
     others.sort(key=lambda plan: (bool(plan.left_out), plan.seconds))
-    sentences = [sentence for plan in others[:SHOWN] if (sentence := _other(plan, best)) is not None]
+    sentences = []
+    for plan in others[:SHOWN]:
+        seconds = f"{plan.seconds:.2f}"
+        if plan.left_out and plan.seconds < math.inf:
+            key = "unlike.leave" if plan.seconds < MIN_GAIN_TO_SWITCH * best.seconds else "unlike.without"
+            sentences.append(say(key, device=", ".join(plan.left_out), seconds=seconds))
+        elif not plan.left_out and plan.seconds == math.inf:
+            sentences.append(say("unlike.nowhere"))
+        elif not plan.left_out:
+            sentences.append(say("unlike.halves" if plan.degrees.cfg_degree == 2 else "unlike.tokens", seconds=seconds))
     if not sentences or not (best.seconds or math.inf in [plan.seconds for plan in plans]):
         return ()
     names = listed(list(dict.fromkeys(sentences)))
-    measured = say("unlike", seconds=_seconds(best), others=names)
+    measured = say("unlike", seconds=f"{best.seconds:.2f}", others=names)
     first = measured if best.seconds else say("unlike.unmeasured", others=names)
     return (first, say("unlike.left", devices=", ".join(best.left_out))) if best.left_out else (first,)
-
-
-def _other(plan: RunPlan, best: RunPlan) -> Sentence | None:
-    if plan.seconds == math.inf:
-        return None if plan.left_out else say("unlike.nowhere")
-    if plan.left_out:
-        key = "unlike.leave" if plan.seconds < MIN_GAIN_TO_SWITCH * best.seconds else "unlike.without"
-        return say(key, device=", ".join(plan.left_out), seconds=_seconds(plan))
-    return say("unlike.halves" if plan.degrees.cfg_degree == 2 else "unlike.tokens", seconds=_seconds(plan))
-
-
-def _seconds(plan: RunPlan) -> str:
-    return f"{plan.seconds:.2f}"
 
 
 def why_replicated(request: ParallelRequest, plan: RunPlan, network: NetworkStats) -> str:
@@ -71,29 +65,18 @@ def unused(request: ParallelRequest, plan: RunPlan, network: str) -> str:
     return say("note.unused", shares=request.shares.strip(), name=network)
 
 
-def shares_in_words(plan: RunPlan) -> str:
-    """Says each worker's share; "" where all have equal ones."""
-    if len(set(plan.degrees.shares)) < 2:
-        return ""
-    percent = work_percent(plan.degrees, plan.placement)
-    return say("shares", shares=", ".join(f"{device} {share} %" for device, share in percent))
-
-
-def idle(plan: RunPlan) -> str:
-    """Advises on workers without work; "" where there are none."""
-    if 0 not in plan.degrees.shares:
-        return ""
-    devices = plan.placement.devices * plan.placement.nnodes
-    without = [device for device, share in zip(devices, plan.degrees.shares, strict=True) if not share]
-    return say("note.workless", devices=", ".join(without))
-
-
 def memory(estimate: Estimate, placement: Placement, free: Sequence[int]) -> tuple[str, str]:
     """Returns the sentences on the memory that workers need at their peak."""
-    each, most_weights = estimate.needed_bytes_by_rank, max(estimate.weight_bytes_by_rank)
-    values = {"needed": f"{max(each) / GIB:.2f}", "weights": f"{most_weights / GIB:.2f}"}
+    needed, most_weights = estimate.needed_bytes_by_rank, max(estimate.weight_bytes_by_rank)
+    values = {"needed": f"{max(needed) / GIB:.2f}", "weights": f"{most_weights / GIB:.2f}"}
     most = say("memory", **values, free=f"{min(free) / GIB:.2f}") if free else say("memory.unknown", **values)
-    return most, _memory_of_each(placement, each, free) if len(set(each)) > 1 else ""
+    if len(set(needed)) == 1:
+        return most, ""
+    each = [f"{device} {size_in_words(size)}" for device, size in zip(placement.device_names, needed, strict=True)]
+    if not free:
+        return most, say("memory.each.unknown", each=", ".join(each))
+    each = [f"{one} / {size_in_words(size)}" for one, size in zip(each, free, strict=True)]
+    return most, say("memory.each", each=", ".join(each))
 
 
 def weights(plan: RunPlan, work: Work, capacity: Capacity) -> tuple[str, ...]:
@@ -102,7 +85,7 @@ def weights(plan: RunPlan, work: Work, capacity: Capacity) -> tuple[str, ...]:
     if estimate is None:
         return ()
     if degrees.pipeline_degree > 1:
-        return (say("weights.stages", outside=size_in_words(outside_bytes(work.network))),)
+        return (say("weights.stages", outside=size_in_words(work.network.outside_bytes)),)
     if not estimate.fetched_bytes:
         return (say("weights.whole", mode=mode),)
     values = {"mode": mode, "workers": degrees.context_parallel_size, "fetched": f"{estimate.fetched_bytes / GIB:.2f}"}
@@ -115,16 +98,13 @@ def weights(plan: RunPlan, work: Work, capacity: Capacity) -> tuple[str, ...]:
     else:
         weight_gib = f"{max(estimate.weight_bytes_by_rank) / GIB:.2f}"
         sentence = say(source, resident=plan.weights.resident_blocks, blocks=blocks, weights=weight_gib, **values)
-    return sentence, _why_not_replicated(plan, work, capacity), _fetching(plan, work, estimate)
-
-
-def _fetching(plan: RunPlan, work: Work, estimate: Estimate) -> str:
-    if not estimate.batch_seconds:
-        return say("weights.unmeasured")
-    prompts = 1 if plan.entries_per_call else work.prompts_per_rank(plan.degrees)
-    key = ("weights.waits" if estimate.exposed_seconds else "weights.hidden") + (".one" if prompts == 1 else "")
-    seconds = {"seconds": f"{estimate.batch_seconds:.2f}", "exposed": f"{estimate.exposed_seconds:.2f}"}
-    return say(key, prompts=prompts, **seconds)
+    fetching = say("weights.unmeasured")
+    if estimate.batch_seconds:
+        prompts = 1 if plan.entries_per_call else work.prompts_per_rank(degrees)
+        key = ("weights.waits" if estimate.exposed_seconds else "weights.hidden") + (".one" if prompts == 1 else "")
+        seconds = {"seconds": f"{estimate.batch_seconds:.2f}", "exposed": f"{estimate.exposed_seconds:.2f}"}
+        fetching = say(key, prompts=prompts, **seconds)
+    return sentence, _why_not_replicated(plan, work, capacity), fetching
 
 
 def _why_not_replicated(plan: RunPlan, work: Work, capacity: Capacity) -> str:
@@ -138,15 +118,6 @@ def _why_not_replicated(plan: RunPlan, work: Work, capacity: Capacity) -> str:
     device, budget, size = next(one for one in each if one[1] is not None and one[2] > one[1])
     sizes = {"needed": size_in_words(size), "free": size_in_words(budget or 0)}
     return say("weights.why", fitting=", ".join(fitting), device=device, **sizes)
-
-
-def _memory_of_each(placement: Placement, needed: Sequence[int], free: Sequence[int]) -> str:
-    """Lists what each worker needs at its peak, and what is free for it."""
-    needs = [f"{device} {size_in_words(size)}" for device, size in zip(placement.device_names, needed, strict=True)]
-    if not free:
-        return say("memory.each.unknown", each=", ".join(needs))
-    each = (f"{one} / {size_in_words(size)}" for one, size in zip(needs, free, strict=True))
-    return say("memory.each", each=", ".join(each))
 
 
 def text_encoder(placed: EncoderPlacement, size: EncoderSize, devices: Sequence[str]) -> tuple[Sentence, ...]:
@@ -179,44 +150,43 @@ def parts(plan: RunPlan, *, weights: Sequence[float] = (), stages: Sequence[Shar
     """Returns the parts in rank order: ranks are numbered through pipeline, data, cfg, ring, ulysses, the last one
     fastest. `weights` is the fraction of the weights on each device, (): all of them; these are the same ones unless
     they are sharded, or of `stages`."""
-    devices = plan.placement.devices * plan.placement.nnodes
+    degrees, devices = plan.degrees, plan.placement.devices * plan.placement.nnodes
+    size, ulysses = degrees.context_parallel_size, degrees.ulysses_degree
     fractions = weights or (1.0,) * len(devices)
-    return [_part(rank, device, plan, fractions, stages) for rank, device in enumerate(devices)]
-
-
-def _part(rank: int, device: str, plan: RunPlan, weights: Sequence[float], stages: Sequence[Share]) -> Part:
-    degrees, size, ulysses = plan.degrees, plan.degrees.context_parallel_size, plan.degrees.ulysses_degree
-    group, index = divmod(rank, size)
-    first = _first(index, weights[rank - index :][:size]) if plan.sharded else 0.0
-    stage, group = divmod(group, degrees.cfg_degree * degrees.data_degree)
-    data, cfg = divmod(group, degrees.cfg_degree)
-    shares = degrees.cp_group_shares[group]
-    heads = _share(rank % ulysses, [sum(shares[number::ulysses]) for number in range(ulysses)])
-    own = stages[stage] if stages else (first, first + weights[rank])
-    lane = _lane(stage, data, cfg, degrees)
-    return Part(rank=rank, device=device, tokens=_share(index, shares), heads=heads, weights=own, lane=lane)
-
-
-def _first(index: int, weights: Sequence[float]) -> float:
-    """Returns where the shard of rank `index` of a cp group begins: the first one begins with the weights, the last one
-    ends with them, and they overlap in the weights that several ranks have in full."""
-    before, others = sum(weights[:index]), sum(weights[:-1])
-    return (1 - weights[-1]) * before / others if others else 0.0
+    drawn = []
+    for rank, device in enumerate(devices):
+        group, index = divmod(rank, size)
+        shares = degrees.cp_group_shares[group]
+        stage, in_stage = divmod(group, degrees.cfg_degree * degrees.data_degree)
+        data, cfg = divmod(in_stage, degrees.cfg_degree)
+        first = 0.0
+        if plan.sharded:
+            # The first shard of a cp group begins with the weights, the last one ends with them, and they overlap in
+            # the weights that several ranks have in full.
+            *others, last = fractions[rank - index :][:size]
+            first = (1 - last) * sum(others[:index]) / sum(others) if sum(others) else 0.0
+        lanes = []
+        if degrees.pipeline_degree > 1:
+            lanes.append(say("lane.stage", stage=stage + 1, stages=degrees.pipeline_degree))
+        if degrees.data_degree > 1:
+            lanes.append(say("lane.images", group=data + 1, groups=degrees.data_degree))
+        if degrees.cfg_degree > 1:
+            lanes.append(say(("lane.positive", "lane.negative")[cfg]))
+        drawn.append(
+            Part(
+                rank=rank,
+                device=device,
+                tokens=_share(index, shares),
+                heads=_share(rank % ulysses, [sum(shares[number::ulysses]) for number in range(ulysses)]),
+                weights=stages[stage] if stages else (first, first + fractions[rank]),
+                lane=listed(lanes) if lanes else "",
+            )
+        )
+    return drawn
 
 
 def _share(index: int, shares: Sequence[int]) -> Share:
     return sum(shares[:index]) / sum(shares), sum(shares[: index + 1]) / sum(shares)
-
-
-def _lane(stage: int, data: int, cfg: int, degrees: Parallelism) -> str:
-    names = []
-    if degrees.pipeline_degree > 1:
-        names.append(say("lane.stage", stage=stage + 1, stages=degrees.pipeline_degree))
-    if degrees.data_degree > 1:
-        names.append(say("lane.images", group=data + 1, groups=degrees.data_degree))
-    if degrees.cfg_degree > 1:
-        names.append(say(("lane.positive", "lane.negative")[cfg]))
-    return listed(names) if names else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,29 +262,23 @@ def decode_seconds(decode: Decode, workers: int, profile: DeviceProfile) -> floa
     busy = max(compute, LAUNCH * counted.kernels * decode.frames)
     if workers == 1 or not profile.bytes_per_second:
         return busy
-    exposed = max(0.0, traffic(decode, workers, counted) / profile.bytes_per_second - compute)
+    # A rank sends halos to two neighbours, and its keys and values round the ring.
+    halos = min(2, workers - 1) * counted.halo_bytes * decode.frames * other
+    keys = 4 * counted.width * pixels / workers * (workers - 1)
+    sent = decode.item_bytes / 2 * (halos + keys)
+    exposed = max(0.0, sent / profile.bytes_per_second - compute)
     return busy + LATENCY * counted.exchanges * decode.frames + exposed
 
 
 def _tiles_seconds(decode: Decode, grid: TileGrid, counted: Decoding, workers: int, profile: DeviceProfile) -> float:
     """Returns the seconds of the worker with most tiles, and of those that the first one receives."""
-    pixels = prod(grid.tile)
+    pixels, most = prod(grid.tile), ceil(grid.count / workers)
     compute = decode.latent[0] * (counted.flops * pixels + 4 * pixels**2 * counted.width) / profile.flops_per_second
-    computed = ceil(grid.count / workers) * max(compute, LAUNCH * counted.kernels)
-    received = grid.count - ceil(grid.count / workers)
-    if not received or not profile.bytes_per_second:
+    computed = most * max(compute, LAUNCH * counted.kernels)
+    if grid.count == most or not profile.bytes_per_second:
         return computed
     tile_bytes = decode.latent[0] * counted.halo_bytes * pixels * decode.item_bytes / 2
-    return computed + received * (tile_bytes / profile.bytes_per_second + LATENCY * counted.exchanges)
-
-
-def traffic(decode: Decode, workers: int, counted: Decoding) -> float:
-    """Returns the bytes that one rank sends: halos to two neighbours, its keys and values round the ring."""
-    split, other = decode.sides
-    scale = decode.item_bytes / 2
-    halos = min(2, workers - 1) * counted.halo_bytes * decode.frames * other
-    keys = 4 * counted.width * decode.frames * split * other / workers * (workers - 1)
-    return scale * (halos + keys)
+    return computed + (grid.count - most) * (tile_bytes / profile.bytes_per_second + LATENCY * counted.exchanges)
 
 
 def decode_line(decode: Decode, workers: int, profile: DeviceProfile | None) -> tuple[str, ...]:

@@ -3,9 +3,8 @@
 It uses the engine, which does not know it; nothing that samples in ComfyUI passes through it.
 Only here and in the demo is diffusers imported. README.md documents it, example.py runs.
 
-attaching   attach and detach, with a caller's own mesh and diffusers' config
-plans       how diffusers' transformers are split
-processors  the one hook into diffusers' attention, and processors of ours where diffusers' own pass it by"""
+attaching   attach and detach, the one hook into diffusers' attention, and processors of ours
+plans       how diffusers' transformers are split"""
 
 from ..architectures.split_plan import SplitPlan
 from ..engine.comm.mesh import build_mesh

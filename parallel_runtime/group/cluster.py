@@ -17,7 +17,7 @@ import torch
 from torch.distributed import TCPStore
 
 from ..errors import Cause, ProtocolError, Refused, WorkerStartError, say
-from ..planning.run_plan import parse_devices
+from ..request import parse_devices
 from ..specs import ComfySetup, Placement
 from ..wire.channel import TcpChannel, prove, read_key
 from ..wire.messages import Denied, Ended, Invitation, Machine

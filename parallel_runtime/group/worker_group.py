@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import ParallelError, Refused, WorkerDied, say
 from ..jobs import EvaluationJob, Job, answering_ranks
 from ..planning.run_plan import REPLICATED
-from ..planning.work_shares import ShareBalance
+from ..planning.seconds import ShareBalance
 from ..request import AfterSampling
 from ..specs import ComfySetup, ModelSpec, Parallelism, Placement, WeightPlacement
 from ..wire.bundles import bundled

@@ -11,12 +11,13 @@ from dataclasses import replace
 from functools import cache
 
 from ..errors import Refused
+from ..request import are_uneven, requested_shares
 from ..specs import DEGREES, Parallelism, Placement, WeightPlacement, WeightsMode
 from . import request_checks
 from .memory_model import FETCHED_MODES, SIMILAR_RATIO, MemoryModel
+from .network_stats import in_proportion
 from .run_plan import PlanInputs, RunPlan
-from .seconds import are_heterogeneous, rotate_method_for, shares_by_speed, single_worker_seconds_by_rank
-from .work_shares import are_uneven, requested_shares, shares_have_no_effect
+from .seconds import are_heterogeneous, rotate_method_for, single_worker_seconds_by_rank
 
 
 def default_plan(inputs: PlanInputs) -> RunPlan:
@@ -33,7 +34,7 @@ def default_plan(inputs: PlanInputs) -> RunPlan:
     placement = Placement(devices=taken_devices, nnodes=nnodes, rdzv_endpoint=endpoint)
     request_checks.check_placement(request, placement)
     taken = _with_shares(inputs, degrees if inputs.may_split_prompts else _without_cfg_degree(inputs, degrees))
-    if shares_have_no_effect(taken):
+    if taken.shares_have_no_effect:
         if inputs.network.divisible or (request.cfg_degree and local_workers == (len(devices) or local_workers)):
             as_one, shares = _without_cfg_degree(inputs, degrees), request.shares.strip()
             words = request_checks.degrees_in_words(as_one)
@@ -65,36 +66,34 @@ def candidates(inputs: PlanInputs) -> Iterator[RunPlan]:
 def _device_subsets(inputs: PlanInputs, default: RunPlan) -> Iterable[tuple[str, ...]]:
     """Returns the devices of the plans, the preferred ones first: all; then fewer, where nobody has named any; then
     more, for images of a network that is not divided. One that is split by rows has one for each prompt first."""
-    request, devices, subsets = inputs.request, default.placement.devices, []
+    request, devices = inputs.request, default.placement.devices
     if inputs.only is not None or default.placement.shared or request.nnodes > 1:
         return [devices if inputs.only is None else inputs.only.devices]
+    subsets: list[tuple[str, ...]] = []
     may_split_rows = inputs.network.row_levels and inputs.sequence_degrees_open and request.pipeline_degree <= 1
     if may_split_rows and request.weights != "shard":  # a shard takes several workers for each prompt
         prompts = 1 if inputs.batch_coupled or request.cfg_degree == 1 else 2
         first = prompts * max(1, request.data_degree)
-        subsets = [devices[:count] for count in (*range(first, len(devices) + 1), *range(1, first))]
+        subsets += [devices[:count] for count in (*range(first, len(devices) + 1), *range(1, first))]
     subsets.append(devices)
     if inputs.automatic_devices or inputs.compared:
-        orders, counts = _orders_to_leave_out(inputs, default), range(1, len(devices))
-        kept = (sorted(order[count:]) for order in orders for count in counts)
-        subsets += [tuple(devices[rank] for rank in ranks) for ranks in kept]
+        # Left out are the slowest first, or the smallest budget, or the last where no groups can have own images.
+        orders: list[Sequence[int]] = []
+        work, profile, ranks = inputs.work, inputs.profile_of(default), range(len(devices))
+        budgets = inputs.capacity.ranks
+        if work is not None and profile is not None and are_heterogeneous(work, default.placement, profile):
+            seconds = single_worker_seconds_by_rank(work, profile)
+            orders.append(sorted(ranks, key=lambda rank: -seconds[rank]))
+        if len(budgets) == len(ranks) and max(budgets) > SIMILAR_RATIO * min(budgets):
+            orders.append(sorted(ranks, key=lambda rank: budgets[rank]))
+        if inputs.is_coupled:
+            orders.append(ranks[::-1])
+        for order in orders:
+            for count in range(1, len(devices)):
+                subsets.append(tuple(devices[rank] for rank in sorted(order[count:])))
     if not inputs.network.divisible:
         subsets += [inputs.devices[:count] for count in range(len(devices) + 1, len(inputs.devices) + 1)]
     return dict.fromkeys(subsets)
-
-
-def _orders_to_leave_out(inputs: PlanInputs, default: RunPlan) -> Iterator[Sequence[int]]:
-    """Yields the ranks in the order in which they may be left out: the slowest first, the smallest budget first, or the
-    last first where no groups of them can have images of their own."""
-    work, profile, budgets = inputs.work, inputs.profile_of(default), inputs.capacity.ranks
-    ranks = range(default.placement.world_size)
-    if work is not None and profile is not None and are_heterogeneous(work, default.placement, profile):
-        seconds = single_worker_seconds_by_rank(work, profile)
-        yield sorted(ranks, key=lambda rank: -seconds[rank])
-    if len(budgets) == len(ranks) and max(budgets) > SIMILAR_RATIO * min(budgets):
-        yield sorted(ranks, key=lambda rank: budgets[rank])
-    if inputs.is_coupled:
-        yield ranks[::-1]
 
 
 def _products(inputs: PlanInputs, workers: int) -> Iterator[Parallelism]:
@@ -146,43 +145,49 @@ def _nearest(inputs: PlanInputs) -> tuple[Parallelism, dict[str, int]]:
 def _degrees(inputs: PlanInputs, default: RunPlan, placement: Placement) -> list[Parallelism]:
     """Returns every product of degrees that the request allows for these workers, the preferred one first; where rows
     may be split, none before some. With fewer images than data_degree groups compute the same."""
-    workers = placement.world_size
+    request, network, workers = inputs.request, inputs.network, placement.world_size
     first = _default_degrees(inputs, workers)
     first = first if inputs.may_split_prompts else _without_cfg_degree(inputs, first)
-    groups = _data_degrees(inputs, default, placement, first)
-    found = [degrees for degrees in (first, *_products(inputs, workers)) if degrees.world_size == workers]
-    found = [degrees for degrees in found if degrees == first or _allows(inputs, degrees, first, groups)]
-    shared_out = [taken for degrees in dict.fromkeys(found) for taken in _usable(inputs, degrees)]
-    if inputs.network.row_levels:
-        shared_out.sort(key=lambda degrees: degrees.context_parallel_size > 1)
-    return shared_out
+    may_repeat = inputs.sequence_degrees_open and request.pipeline_degree <= 1
+    # How many groups may have images of their own, or repeat what others compute.
+    groups: Sequence[int] = [first.data_degree]
+    if may_repeat and not (request.data_degree or inputs.is_coupled or placement.shared or placement.nnodes > 1):
+        assert inputs.work is not None
+        if not are_heterogeneous(inputs.work, default.placement, inputs.profile_of(default)):
+            groups = _divisors(workers)
+    found = [first] if first.world_size == workers else []
+    found += [
+        each for each in _products(inputs, workers) if each.data_degree in groups and _allows(inputs, each, first)
+    ]
+    usable = []
+    for degrees in dict.fromkeys(found):
+        with suppress(Refused):  # for shares that are for another number of workers
+            taken = _with_shares(inputs, degrees)
+            if not taken.shares_have_no_effect:
+                usable.append(taken)
+            elif not network.divisible:
+                usable.append(replace(taken, shares=()))
+    if network.row_levels:
+        usable.sort(key=lambda degrees: degrees.context_parallel_size > 1)
+    return usable
 
 
-def _data_degrees(inputs: PlanInputs, default: RunPlan, placement: Placement, first: Parallelism) -> Sequence[int]:
-    """Returns how many groups may have images of their own, or repeat what others compute."""
-    request = inputs.request
-    fixed = request.data_degree or not inputs.sequence_degrees_open or request.pipeline_degree > 1
-    if fixed or inputs.is_coupled or placement.shared or placement.nnodes > 1:
-        return [first.data_degree]
-    assert inputs.work is not None
-    if are_heterogeneous(inputs.work, default.placement, inputs.profile_of(default)):
-        return [first.data_degree]
-    return _divisors(placement.world_size)
-
-
-def _allows(inputs: PlanInputs, degrees: Parallelism, first: Parallelism, groups: Sequence[int]) -> bool:
+def _allows(inputs: PlanInputs, degrees: Parallelism, first: Parallelism) -> bool:
     """Does the request, whose own degrees are `first`, allow these?"""
     request = inputs.request
-    if degrees.data_degree not in groups:
+    if degrees.pipeline_degree == 1:
+        may_share = inputs.sequence_degrees_open and request.pipeline_degree <= 1
+        by_heads = inputs.network.heads % degrees.ulysses_degree == 0
+        cfg_degrees = (first.cfg_degree,) if request.cfg_degree else (first.cfg_degree, 1)
+        return may_share and by_heads and degrees.cfg_degree in cfg_degrees
+    chosen = request.ring_degree or request.ulysses_degree or request.cfg_degree or request.weights != "auto"
+    if request.pipeline_degree or chosen or degrees.cfg_degree * degrees.context_parallel_size > 1:
         return False
-    if degrees.pipeline_degree > 1:
-        chosen = request.ring_degree or request.ulysses_degree or request.cfg_degree or request.weights != "auto"
-        alike = degrees.cfg_degree * degrees.context_parallel_size == 1
-        return request.pipeline_degree == 0 and not chosen and alike and _may_have_stages(inputs, degrees)
-    cfg_degrees = (first.cfg_degree,) if request.cfg_degree else (first.cfg_degree, 1)
-    by_heads = inputs.network.heads % degrees.ulysses_degree == 0
-    may_share = inputs.sequence_degrees_open and request.pipeline_degree <= 1
-    return may_share and by_heads and degrees.cfg_degree in cfg_degrees
+    with suppress(Refused):
+        staged = replace(request, pipeline_degree=degrees.pipeline_degree)
+        request_checks.check_request(replace(inputs, request=staged))
+        return True
+    return False
 
 
 def _with_shares(inputs: PlanInputs, degrees: Parallelism) -> Parallelism:
@@ -192,52 +197,37 @@ def _with_shares(inputs: PlanInputs, degrees: Parallelism) -> Parallelism:
     return replace(degrees, shares=requested_shares(request.shares, degrees.world_size, named, request.nnodes))
 
 
-def _usable(inputs: PlanInputs, degrees: Parallelism) -> list[Parallelism]:
-    """Returns the degrees with the request's shares, if these are for as many workers, and divide what can be."""
-    with suppress(Refused):
-        taken = _with_shares(inputs, degrees)
-        if not shares_have_no_effect(taken) or not inputs.network.divisible:
-            return [replace(taken, shares=()) if shares_have_no_effect(taken) else taken]
-    return []
-
-
 def _default_degrees(inputs: PlanInputs, workers: int = 0) -> Parallelism:
     """Returns the degrees of the request, with those filled in that it leaves open, for this many workers or all."""
-    request = inputs.request
+    request, divisible, heads = inputs.request, inputs.network.divisible, inputs.network.heads
     stages, data_degree = max(1, request.pipeline_degree), max(1, request.data_degree)
     workers = workers or request.nnodes * max(1, len(inputs.devices))
     workers = max(1, workers // (data_degree * stages))
-    cfg = request.cfg_degree or _auto_cfg_degree(inputs, workers)
-    ring, ulysses = _sequence_degrees(inputs, max(1, workers // cfg))
+    cfg = request.cfg_degree
+    if not cfg and not divisible:
+        cfg = 2 if workers >= 2 and not inputs.batch_coupled else 1
+    elif not cfg:
+        # Each branch of guidance would have a copy of the weights, which a shard keeps small; and prompts are not
+        # divided, so uneven shares need the sequence.
+        may_split = request.weights != "shard" and not are_uneven(request.shares)
+        may_split = may_split and inputs.may_split_prompts and inputs.sequence_degrees_open
+        cfg = 2 if may_split and workers % 2 == 0 else 1
+    # What the request leaves open is as large as all workers can have, Ulysses first.
+    ring, ulysses, workers = request.ring_degree, request.ulysses_degree, max(1, workers // cfg)
+    if not divisible:
+        ring, ulysses = 1, 1
+    elif inputs.sequence_degrees_open and not inputs.has_no_ring:
+        ulysses = max(degree for degree in _divisors(workers) if heads % degree == 0)
+        ring = workers // ulysses
+    elif ulysses:
+        ring = ring or (1 if inputs.has_no_ring else max(1, workers // ulysses))
+    else:
+        ring = ring or 1
+        ulysses = max(degree for degree in range(1, max(1, workers // ring) + 1) if heads % degree == 0)
     return Parallelism(
         options=request.options, ring_degree=ring, ulysses_degree=ulysses, cfg_degree=cfg, data_degree=data_degree,
         pipeline_degree=stages,
     )  # fmt: skip
-
-
-def _auto_cfg_degree(inputs: PlanInputs, workers: int) -> int:
-    if not inputs.network.divisible:
-        return 2 if workers >= 2 and not inputs.batch_coupled else 1
-    # Each branch of guidance would have a copy of the weights, which a shard keeps small; and prompts are not divided,
-    # so uneven shares need the sequence.
-    may_split = inputs.request.weights != "shard" and not are_uneven(inputs.request.shares)
-    return 2 if inputs.may_split_prompts and inputs.sequence_degrees_open and workers % 2 == 0 and may_split else 1
-
-
-def _sequence_degrees(inputs: PlanInputs, workers: int) -> tuple[int, int]:
-    """Returns the ring and Ulysses degree by which `workers` or fewer share a sequence: those of the request, and what
-    it leaves open as large as all workers can have, Ulysses first."""
-    ring, ulysses, heads = inputs.request.ring_degree, inputs.request.ulysses_degree, inputs.network.heads
-    if not inputs.network.divisible:
-        return 1, 1
-    if inputs.sequence_degrees_open and not inputs.has_no_ring:
-        ulysses = max(degree for degree in _divisors(workers) if heads % degree == 0)
-        return workers // ulysses, ulysses
-    ring = ring or int(inputs.has_no_ring)
-    if ulysses:
-        return ring or max(1, workers // ulysses), ulysses
-    most = max(1, workers // ring)
-    return ring, max(degree for degree in range(1, most + 1) if heads % degree == 0)
 
 
 def _without_cfg_degree(inputs: PlanInputs, degrees: Parallelism) -> Parallelism:
@@ -253,43 +243,36 @@ def _without_cfg_degree(inputs: PlanInputs, degrees: Parallelism) -> Parallelism
     return replace(degrees, cfg_degree=1, data_degree=2 * degrees.data_degree)
 
 
-def _may_have_stages(inputs: PlanInputs, degrees: Parallelism) -> bool:
-    with suppress(Refused):
-        request_checks.check_request(
-            replace(inputs, request=replace(inputs.request, pipeline_degree=degrees.pipeline_degree))
-        )
-        return True
-    return False
-
-
 def _with_weights(inputs: PlanInputs, plan: RunPlan) -> Iterator[RunPlan]:
     """Yields the plan with what memory and speed decide: stages, rotate_method, shares, and weight placements."""
     assert inputs.work is not None
-    plan = replace(plan, degrees=_measured_degrees(inputs, plan))
-    memory = inputs.memory_of(plan)
-    before = inputs.before if plan.placement == inputs.live else None
+    memory, profile, are_live = inputs.memory_of(plan), inputs.profile_of(plan), plan.placement == inputs.live
+    work, degrees = memory.work, plan.degrees.with_options(rotate_method=rotate_method_for(memory, profile))
+    if degrees.pipeline_degree > 1:
+        degrees = replace(memory, degrees=degrees).with_stages()
+    elif not degrees.shares and degrees.context_parallel_size * degrees.data_degree > 1:
+        # By speed until the workers have learnt better ones.
+        shares = inputs.shares.get(degrees) if are_live else None
+        if shares is None and profile is not None and are_heterogeneous(work, plan.placement, profile):
+            shares = in_proportion([1 / seconds for seconds in single_worker_seconds_by_rank(work, profile)])
+        degrees = replace(degrees, shares=shares or ())
+    plan = replace(plan, degrees=degrees)
+    memory, before = inputs.memory_of(plan), inputs.before if are_live else None
     if inputs.keeps_placement and before is not None:
         yield replace(plan, weights=before)
         return
     entries = inputs.work.sequences if inputs.work.prompts_per_rank(plan.degrees) > 1 else 0
     choice = inputs.request.weights
-    placements = _automatic(memory, before) if choice == "auto" else [_requested(choice, memory, before)]
+    if choice == "auto":
+        placements = _automatic(memory, before)
+    else:  # with the fewest bytes on each device: the user wants it for something else
+        least = WeightPlacement(mode=choice if memory.allows(choice) else "replicate")
+        weights = memory.shard(0) if least.mode == "shard" else least
+        if before is not None and replace(before, shard_shares=()) == least and memory.fits(before):
+            weights = before
+        placements = [(weights, memory.fits(weights))]
     for weights, in_one_batch in placements:
         yield replace(plan, weights=weights, entries_per_call=0 if in_one_batch else entries)
-
-
-def _measured_degrees(inputs: PlanInputs, plan: RunPlan) -> Parallelism:
-    """Returns the degrees with stages, rotate_method and shares: by speed until the workers have learnt better ones."""
-    memory, profile = inputs.memory_of(plan), inputs.profile_of(plan)
-    work, degrees = memory.work, plan.degrees.with_options(rotate_method=rotate_method_for(memory, profile))
-    if degrees.pipeline_degree > 1:
-        return replace(memory, degrees=degrees).with_stages()
-    if degrees.shares or degrees.context_parallel_size * degrees.data_degree == 1:
-        return degrees
-    shares = inputs.shares.get(degrees) if plan.placement == inputs.live else None
-    if shares is None and profile is not None and are_heterogeneous(work, plan.placement, profile):
-        shares = shares_by_speed(work, profile)
-    return replace(degrees, shares=shares) if shares else degrees
 
 
 def _automatic(memory: MemoryModel, before: WeightPlacement | None) -> Sequence[tuple[WeightPlacement, bool]]:
@@ -312,13 +295,3 @@ def _most_resident(mode: WeightsMode, memory: MemoryModel, before: WeightPlaceme
     ranks = range(memory.degrees.world_size)
     gained = [best.resident_blocks_on(rank) - before.resident_blocks_on(rank) for rank in ranks]
     return before if min(gained) >= 0 and max(gained) <= math.ceil(memory.blocks / 10) else best
-
-
-def _requested(mode: WeightsMode, memory: MemoryModel, before: WeightPlacement | None) -> tuple[WeightPlacement, bool]:
-    """Returns the placement of a mode that the user named, and whether it fits with all prompts at once."""
-    # With the fewest bytes on each device: they want it for something else.
-    least = WeightPlacement(mode=mode if memory.allows(mode) else "replicate")
-    weights = memory.shard(0) if least.mode == "shard" else least
-    if before is not None and replace(before, shard_shares=()) == least and memory.fits(before):
-        weights = before
-    return weights, memory.fits(weights)

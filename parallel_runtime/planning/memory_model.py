@@ -4,20 +4,27 @@ MemoryModel.fits decides whether a plan fits, with two reserves. ACTIVATION_RESE
 beside the weights, and a ControlNet once more, also where a ring's all-gather, shares and stages are chosen; a network
 without a split plan counts as one without activations, as nothing tells its tokens. UNFILLED_SHARE of the budget stays
 empty where `auto` fills a device with blocks, and where blocks are shared out to the stages of a pipeline if all have
-so much: it is for what is not counted."""
+so much: it is for what is not counted.
+
+`misfit` says what is missing while planning, with the nearest change that would fit, and `shortage` which device lacks
+memory for a plan at this moment (nodes/remote/lease.py refuses with `memory.taken`)."""
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
-from ..architectures.architecture import Load, share_out
-from ..specs import BLOCK_BUFFERS, Parallelism, WeightPlacement, WeightsMode
-from .network_stats import Work, cached_bytes_per_block, cached_key_value_bytes, outside_bytes, staged_weight_bytes
-from .work_shares import in_proportion
+from ..architectures.network_modules import Load, share_out
+from ..errors import Refused, Sentence, say
+from ..specs import BLOCK_BUFFERS, Parallelism, Placement, WeightPlacement, WeightsMode
+from ..wire.messages import Readings
+from .network_stats import Work, in_proportion
 
+GIB = 2**30
 UNFILLED_SHARE = 0.08  # of the budget stays empty where as many blocks are placed on a device as fit
 # Activations at the peak of a transformer block, in tensors of [local tokens, width]: residuals, q, k, v, MLP. Up to
 # half of them are buffers of ring and Ulysses attention, where they are too large to be reused.
@@ -90,7 +97,11 @@ class MemoryModel:
         """Returns the size of the weights on each rank's device between forwards."""
         full, ranks = self.work.network.weight_bytes, range(self.degrees.world_size)
         if weights.mode == "replicate":
-            return staged_weight_bytes(self.work.network, self.degrees)
+            if self.degrees.pipeline_degree == 1:
+                return (full,) * self.degrees.world_size
+            # What lies outside of blocks, and the blocks of its stage.
+            outside, stages = self.work.network.outside_bytes, self.work.network.stages(self.degrees)
+            return tuple(outside + stages[self.degrees.stage_of(rank)].nbytes for rank in ranks)
         fetched = [self.fetched_bytes(weights.resident_blocks_on(rank)) for rank in ranks]
         if weights.mode == "offload":
             return tuple(full - each for each in fetched)
@@ -111,7 +122,7 @@ class MemoryModel:
         replicated = weights.mode == "replicate"
         return tuple(
             self._block_buffers(self.blocks if replicated else weights.resident_blocks_on(rank)) + cached
-            for rank, cached in enumerate(cached_key_value_bytes(self.work, self.degrees))
+            for rank, cached in enumerate(self.work.cached_bytes_by_rank(self.degrees))
         )
 
     def needed_bytes_by_rank(self, weights: WeightPlacement) -> tuple[int, ...]:
@@ -144,11 +155,24 @@ class MemoryModel:
         """Returns the placement with the most resident blocks that fits; None where it does not fit with none."""
         if not self.allows(mode):
             return None
-        if mode != "shard":
-            weights = self._offload_by_rank() if mode == "offload" else WeightPlacement()
-            return weights if weights is not None and self.fits(weights) else None
-        first = bisect_left(self._residents, True, key=lambda resident: self.fits(self.shard(resident)))
-        return self.shard(self._residents[first]) if first < len(self._residents) else None
+        if mode == "shard":
+            first = bisect_left(self._residents, True, key=lambda resident: self.fits(self.shard(resident)))
+            return self.shard(self._residents[first]) if first < len(self._residents) else None
+        weights = WeightPlacement()
+        if mode == "offload":
+            full, counts = self.work.network.weight_bytes, []
+            budgets = self.usable_bytes_by_rank(WeightPlacement(mode="offload"))
+            # Against replicated weights: a rank that has all blocks needs no buffers.
+            saved = [self.fetched_bytes(count) - self._block_buffers(count) for count in self._residents]
+            for budget, active in zip(budgets, self.activation_bytes_by_rank, strict=True):
+                excess = 0 if budget is None else full + active - budget
+                first = bisect_left(saved, excess)
+                if excess > 0 and first == len(self._residents):
+                    return None
+                counts.append(self._residents[first] if excess > 0 else self.blocks)
+            by_rank = tuple(counts) if len(set(counts)) > 1 else ()
+            weights = WeightPlacement(mode="offload", resident_blocks=min(counts), resident_blocks_by_rank=by_rank)
+        return weights if self.fits(weights) else None
 
     def shard(self, resident: int) -> WeightPlacement:
         """Returns a shard with this many resident blocks. The other blocks are split in proportion to each rank's free
@@ -182,9 +206,9 @@ class MemoryModel:
         network, degrees = self.work.network, self.degrees
         if not network.loads:
             return degrees
-        cached = cached_bytes_per_block(self.work, degrees)
+        cached = self.work.cached_bytes_per_block(degrees)
         loads = [Load(load.nbytes + cached * load.blocks, load.blocks) for load in network.loads]
-        other = max(self.with_one_prompt_per_batch.activation_bytes_by_rank) + outside_bytes(network)
+        other = max(self.with_one_prompt_per_batch.activation_bytes_by_rank) + network.outside_bytes
         budgets = [budget for budget in self.budget_bytes_by_rank if budget is not None]
         free = [max(0, int((1 - UNFILLED_SHARE) * budget) - other) for budget in budgets]
         ranks = degrees.world_size // degrees.pipeline_degree
@@ -208,21 +232,6 @@ class MemoryModel:
         """Returns the counts of resident blocks, largest first: with more, replicated weights need no more memory."""
         return range(self.blocks - BLOCK_BUFFERS - 1, -1, -1)
 
-    def _offload_by_rank(self) -> WeightPlacement | None:
-        """Returns the offload with as many resident blocks a rank as budgets allow; None where one is too small."""
-        # A rank that has all blocks needs no buffers.
-        full, counts = self.work.network.weight_bytes, []
-        budgets = self.usable_bytes_by_rank(WeightPlacement(mode="offload"))
-        for budget, active in zip(budgets, self.activation_bytes_by_rank, strict=True):
-            excess = 0 if budget is None else full + active - budget
-            # By the bytes saved against replicated weights.
-            first = bisect_left(self._residents, excess, key=lambda n: self.fetched_bytes(n) - self._block_buffers(n))
-            if excess > 0 and first == len(self._residents):
-                return None
-            counts.append(self._residents[first] if excess > 0 else self.blocks)
-        by_rank = tuple(counts) if len(set(counts)) > 1 else ()
-        return WeightPlacement(mode="offload", resident_blocks=min(counts), resident_blocks_by_rank=by_rank)
-
     def _block_buffers(self, resident: int) -> int:
         return BLOCK_BUFFERS * max(self.work.network.blocks) if resident < self.blocks else 0
 
@@ -237,3 +246,111 @@ def estimate_activation_bytes(work: Work, degrees: Parallelism) -> tuple[int, ..
         sequences = work.sequences_of_group(degrees, number // degrees.cfg_degree % degrees.data_degree)
         sizes += [tensors * work.sequence_bytes * sequences * share // sum(shares) for share in shares]
     return tuple(max(size, work.network.encode_bytes) for size in sizes)
+
+
+def misfit(memory: MemoryModel) -> Refused:
+    """Returns the refusal for one prompt at a time, with the numbers of the rank that lacks most."""
+    least = min(memory.least_placements, key=lambda weights: max(memory.needed_bytes_by_rank(weights)))
+    usable = [budget or 0 for budget in memory.usable_bytes_by_rank(least)]
+    by_rank = zip(memory.needed_bytes_by_rank(least), usable, strict=True)
+    needed, free = max(by_rank, key=lambda both: both[0] - both[1])
+    host, limit, network = memory.capacity.host_bytes, memory.capacity.limited_by, memory.work.network
+    computed = size_in_words(max(memory.activation_bytes_by_rank))
+    kept = max(memory.work.cached_bytes_by_rank(memory.degrees))
+    out = _nearest_fit(memory)
+    values: dict[str, Any] = {
+        "network": network.name,
+        "weights": size_in_words(network.weight_bytes),
+        "activations": say("memory.kept", activations=computed, kept=size_in_words(kept)) if kept else computed,
+        "free": size_in_words(free, math.floor),
+        "limit": say("memory.limited", limit=limit) if limit else "",
+        "out": say("memory.raise", out=out, limit=limit) if limit else out,
+    }
+    unlimited = replace(memory, capacity=replace(memory.capacity, host_bytes=None)).most_resident("offload")
+    if host is not None and unlimited is not None:
+        fetched = size_in_words(memory.fetched_bytes(unlimited.resident_blocks), math.ceil)
+        values |= {"fetched": fetched, "host": size_in_words(host, math.floor)}
+        return Refused("memory.misfit.host", widget="weights", **values)
+    main = "" if host is None else say("memory.host", size=size_in_words(host))
+    return Refused("memory.misfit", widget="weights", **values, needed=size_in_words(needed, math.ceil), host=main)
+
+
+def size_in_words(count: float, rounded: Callable[[float], int] = round) -> str:
+    """Returns a size as text. Callers round a needed size up and a free one down, so that the two never look equal."""
+    unit, name = (GIB, "GiB") if count >= GIB / 10 else (2**20, "MiB")
+    return f"{rounded(10 * count / unit) / 10:.1f} {name}"
+
+
+def _nearest_fit(memory: MemoryModel) -> Sentence:
+    """Returns the sentence that names the nearest change with which the network fits."""
+    work, network, degrees = memory.work, memory.work.network, memory.degrees
+    if degrees.options.token_patches > 1 and _fits(replace(memory, degrees=degrees.with_options(token_patches=1))):
+        return say("fits.exact")
+    halved = replace(memory, work=replace(work, network=network.halved()))
+    if network.weight_bytes > 1.5 * network.weights and _fits(halved):
+        return say("fits.fp8")
+    grows = "pipeline_degree" if degrees.pipeline_degree > 1 else "ring_degree"
+    for factor in (2, 4, 8):
+        more = replace(degrees, stages=(), shares=(), **{grows: getattr(degrees, grows) * factor})
+        if _fits(replace(memory, degrees=more)):
+            return say("fits.workers", workers=more.world_size)
+    for part in (2, 4, 8, 16):
+        if _fits(replace(memory, work=replace(work, tokens=max(1, work.tokens // part)))):
+            return say("fits.pixels", part=part)
+    return say("fits.none")
+
+
+def _fits(memory: MemoryModel) -> bool:
+    return any(memory.most_resident(mode) is not None for mode in ("replicate", *FETCHED_MODES))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shortage:
+    """A device on which `ranks` together need `needed` bytes and could have `free`."""
+
+    device: str
+    ranks: tuple[int, ...]
+    needed: int
+    free: int
+    limited_by: str = ""
+
+    @property
+    def each(self) -> int:
+        """Returns the bytes that one rank could have."""
+        return max(0, self.free) // len(self.ranks)
+
+    @property
+    def sentence(self) -> Sentence:
+        needed, free = size_in_words(self.needed, math.ceil), size_in_words(max(0, self.free), math.floor)
+        lack = say("memory.lack", needed=needed, device=self.device, free=free)
+        return say("memory.lack.limited", lack=lack, limit=self.limited_by) if self.limited_by else lack
+
+    def __str__(self) -> str:
+        return self.sentence
+
+
+def shortage(
+    placement: Placement, readings: Sequence[Readings], fingerprint: str, needed: Sequence[int], *,
+    limits: Sequence[int | None], limited_by: str,
+) -> Shortage | None:  # fmt: skip
+    """Returns the device that lacks most of the bytes `needed` by its ranks for the model with this `fingerprint`; None
+    where all have enough. A rank's memory of this model counts as free, its memory of other models does not. `limits`
+    are what each may take of its device, and the only limits of main memory."""
+    sharing: dict[str, list[int]] = {}
+    for rank, device in enumerate(placement.device_names[: len(readings)]):
+        sharing.setdefault(device, []).append(rank)
+    shortages = []
+    for device, ranks in sharing.items():
+        read = [readings[rank] for rank in ranks]
+        limited = [limit for limit in (limits[rank] for rank in ranks) if limit is not None]
+        known = [sum(limited)] if len(limited) == len(ranks) else []
+        by = limited_by if known else ""
+        if not device.startswith("cpu"):
+            known.append(min(each.free_bytes for each in read) + sum(each.rank_bytes for each in read))
+        if not known:
+            continue
+        free = min(known) - sum(each.other_models_bytes(fingerprint) for each in read)
+        total = sum(needed[rank] for rank in ranks)
+        if free < total:
+            shortages.append(Shortage(device=device, ranks=tuple(ranks), needed=total, free=free, limited_by=by))
+    return max(shortages, key=lambda one: one.needed - one.free, default=None)

@@ -1,18 +1,32 @@
-"""A network in numbers, what a run asks of it, and the blocks of each stage of a pipeline, with their weights and
-work."""
+"""A network in numbers, what a run asks of it, the blocks of each stage of a pipeline, with their weights and work, and
+each worker's share of the work."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from math import gcd
 from typing import Any
 
-from ..architectures.architecture import Load, share_out
+from ..architectures.network_modules import Load, share_out
 from ..architectures.row_plan import RowLevel
 from ..specs import Parallelism
 
 ANY_HEADS = 5040  # divides well; for an unknown model, and for a VAE, which has no heads to share out
 LAYER_WEIGHTS = 12  # widths squared: the weights of a layer that a token passes. Modulation is of whole pictures.
+SHARE_PARTS = 64  # of the work, for each worker
+
+
+@dataclass(frozen=True)
+class StageBlocks:
+    """The blocks of one stage: `count` units from `first` on, their bytes, blocks that tokens pass, share of work."""
+
+    first: int
+    count: int
+    nbytes: int
+    layers: int
+    work: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,10 +95,29 @@ class NetworkStats:
             return sum(4 * level.attentions * level.width * (tokens / 4**number) ** 2 for number, level in levels)
         return 4 * tokens**2 * self.width * self.layers
 
-    def key_flop(self, tokens: int) -> float:
-        """Returns the FLOP of all projections of keys and values of a network split by rows, for one sequence."""
-        levels = enumerate(self.row_levels)
-        return sum(4 * level.attentions * level.width**2 * tokens / 4**number for number, level in levels)
+    @property
+    def outside_bytes(self) -> int:
+        """Returns the size of the weights outside of blocks, which every stage has."""
+        return self.weight_bytes - sum(load.nbytes for load in self.loads)
+
+    def stages(self, degrees: Parallelism) -> list[StageBlocks]:
+        """Returns the stages in order; a single one where there is no pipeline, none where no plan knows blocks."""
+        if not self.loads:
+            return []
+        total, first, stages = sum(load.blocks for load in self.loads), 0, []
+        for count in degrees.stages or share_out(self.loads, degrees.pipeline_degree):
+            units = self.loads[first : first + count]
+            nbytes, layers = sum(load.nbytes for load in units), sum(load.blocks for load in units)
+            stages.append(StageBlocks(first, count, nbytes, layers, layers / total))
+            first += count
+        return stages
+
+    def weight_ranges(self, degrees: Parallelism) -> list[tuple[float, float]]:
+        """Returns the weights that each stage has of its own, as a range of all weights; [] without a pipeline."""
+        if degrees.pipeline_degree == 1:
+            return []
+        ends = list(accumulate((stage.nbytes for stage in self.stages(degrees)), initial=self.outside_bytes))
+        return [(begin / self.weight_bytes, end / self.weight_bytes) for begin, end in pairwise(ends)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,14 +141,6 @@ class Work:
         return self.sequences * self.sequence_bytes
 
     @property
-    def attention_tensor_bytes(self) -> float:
-        """Returns the bytes of one attention's queries, of all sequences; the mean of levels where rows are split."""
-        if not (levels := self.network.row_levels):
-            return self.tensor_bytes
-        wide = sum(level.attentions * level.width * self.tokens / 4**number for number, level in enumerate(levels))
-        return self.sequences * wide * self.network.item_bytes / max(1, self.network.layers)
-
-    @property
     def sequence_bytes(self) -> int:
         """Returns the size of one activation tensor of one sequence: what a stage of a pipeline passes to the next."""
         return self.tokens * self.network.width * self.network.item_bytes
@@ -132,82 +157,43 @@ class Work:
         """Returns the sequences of the group that has most; through a pipeline's stages they follow each other."""
         return max(self.sequences_of_group(degrees, group) for group in range(degrees.data_degree))
 
+    def cached_bytes_per_block(self, degrees: Parallelism) -> int:
+        """Returns the size of the keys and values of all tokens in one block, of each evaluation of a step, that are
+        kept from step to step where tokens come in patches."""
+        if degrees.options.token_patches == 1:
+            return 0
+        sequences, branches = -(-self.sequences // degrees.data_degree), -(-self.branches // degrees.cfg_degree)
+        return 2 * self.sequence_bytes * sequences * branches // degrees.ulysses_degree
 
-@dataclass(frozen=True)
-class StageBlocks:
-    """The blocks of one stage: `count` units from `first` on, their bytes, blocks that tokens pass, share of work."""
+    def cached_bytes_by_rank(self, degrees: Parallelism) -> tuple[int, ...]:
+        """Returns the size of the keys and values that each rank keeps, in all of its blocks."""
+        each, stages = self.cached_bytes_per_block(degrees), self.network.stages(degrees)
+        return tuple(each and each * stages[degrees.stage_of(rank)].layers for rank in range(degrees.world_size))
 
-    first: int
-    count: int
-    nbytes: int
-    layers: int
-    work: float
-
-
-def stages_of(network: NetworkStats, degrees: Parallelism) -> list[StageBlocks]:
-    """Returns the stages in order; a single one where there is no pipeline, none where no plan knows blocks."""
-    loads = network.loads
-    if not loads:
-        return []
-    counts = degrees.stages or share_out(loads, degrees.pipeline_degree)
-    total, first, stages = sum(load.blocks for load in loads), 0, []
-    for count in counts:
-        units = loads[first : first + count]
-        nbytes, layers = sum(load.nbytes for load in units), sum(load.blocks for load in units)
-        stages.append(StageBlocks(first, count, nbytes, layers, layers / total))
-        first += count
-    return stages
+    def busy_share(self, degrees: Parallelism) -> float:
+        """Returns the share of a step in which a stage computes: it waits while the pipeline fills and empties."""
+        flights = self.most_sequences(degrees) * degrees.options.token_patches
+        return flights / (flights + degrees.pipeline_degree - 1)
 
 
-def outside_bytes(network: NetworkStats) -> int:
-    """Returns the size of the weights outside of blocks, which every stage has."""
-    return network.weight_bytes - sum(load.nbytes for load in network.loads)
+def in_proportion(to: Sequence[float]) -> tuple[int, ...]:
+    """Returns whole numbers in proportion to these, about SHARE_PARTS for each; a positive number stays positive."""
+    mean = sum(to) / len(to)
+    sizes = [max(round(SHARE_PARTS * one / mean), int(one > 0)) for one in to]
+    common = gcd(*sizes)
+    return tuple(size // common for size in sizes)
 
 
-def staged_weight_bytes(network: NetworkStats, degrees: Parallelism) -> tuple[int, ...]:
-    """Returns the size of the weights of each rank: what lies outside of blocks, and the blocks of its stage."""
-    if degrees.pipeline_degree == 1:
-        return (network.weight_bytes,) * degrees.world_size
-    outside, stages = outside_bytes(network), stages_of(network, degrees)
-    return tuple(outside + stages[stage_of(degrees, rank)].nbytes for rank in range(degrees.world_size))
-
-
-def cached_key_value_bytes(work: Work, degrees: Parallelism) -> tuple[int, ...]:
-    """Returns the size of the keys and values that each rank keeps from step to step where tokens come in patches."""
-    each, stages = cached_bytes_per_block(work, degrees), stages_of(work.network, degrees)
-    return tuple(each and each * stages[stage_of(degrees, rank)].layers for rank in range(degrees.world_size))
-
-
-def cached_bytes_per_block(work: Work, degrees: Parallelism) -> int:
-    """Returns the size of the keys and values of all tokens in one block, of each evaluation of a step."""
-    if degrees.options.token_patches == 1:
-        return 0
-    sequences, branches = -(-work.sequences // degrees.data_degree), -(-work.branches // degrees.cfg_degree)
-    return 2 * work.sequence_bytes * sequences * branches // degrees.ulysses_degree
-
-
-def busy_share(work: Work, degrees: Parallelism) -> float:
-    """Returns the share of a step in which a stage computes: it waits while the pipeline fills and empties."""
-    flights = work.most_sequences(degrees) * degrees.options.token_patches
-    return flights / (flights + degrees.pipeline_degree - 1)
-
-
-def weight_ranges(network: NetworkStats, degrees: Parallelism) -> list[tuple[float, float]]:
-    """Returns the weights that each stage has of its own, as a range of all weights; [] where there is no pipeline."""
-    if degrees.pipeline_degree == 1:
-        return []
-    ends = list(accumulate((stage.nbytes for stage in stages_of(network, degrees)), initial=outside_bytes(network)))
-    return [(begin / network.weight_bytes, end / network.weight_bytes) for begin, end in pairwise(ends)]
-
-
-def stage_of(degrees: Parallelism, rank: int) -> int:
-    return rank * degrees.pipeline_degree // degrees.world_size
-
-
-def blocks_of_rank(degrees: Parallelism, rank: int) -> tuple[int, int] | None:
-    """Returns the first and the last of the blocks that the rank has, counted from 1; None where it has all of them."""
-    if not degrees.stages:
-        return None
-    stage = stage_of(degrees, rank)
-    before = sum(degrees.stages[:stage])
-    return before + 1, before + degrees.stages[stage]
+def shares_within(total: int, budget_bytes: Sequence[int | None]) -> tuple[int, ...]:
+    """Returns shares of what takes `total` bytes on all workers together: equal, but none above its budget (None: no
+    limit); where all budgets are too small, in proportion to them. () where all are equal."""
+    limits = sorted(total if budget is None else max(0, budget) for budget in budget_bytes)
+    remaining, level = total, 0.0
+    for number, limit in enumerate(limits):
+        level = remaining / (len(limits) - number)
+        if limit >= level:
+            break
+        remaining -= limit
+    if limits[0] >= level or not limits[-1]:
+        return ()
+    return in_proportion([level if budget is None else min(max(0, budget), level) for budget in budget_bytes])

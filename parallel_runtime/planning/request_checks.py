@@ -1,15 +1,18 @@
-"""Refuses what cannot work in a request, whatever the sizes of a run, each with its reason and the way out."""
+"""Refuses what cannot work in a request, whatever the sizes of a run, each with its reason and the way out: the nearest
+CP Parallel Config that works, and the widgets to change."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from ..accelerators import CUDA, KERNELS
-from ..errors import Refused, Sentence, say
-from ..request import ParallelRequest
+from ..errors import Refused, listed, say
+from ..request import MAX_CPU_WORKERS, ParallelRequest, are_automatic, why_one_gpu, widgets
 from ..specs import DEGREES, Parallelism, Placement
 from .network_stats import NetworkStats
-from .run_plan import MAX_CPU_WORKERS, PlanInputs, why_one_gpu
-from .work_shares import are_automatic
+from .run_plan import PlanInputs
 
+Check = Callable[[ParallelRequest], object]  # raises Refused
 LEAST_STEPS = 8  # of a run in patches: with fewer too much changes from one to the next
 
 
@@ -111,8 +114,24 @@ def is_too_much(degrees: Parallelism, inputs: PlanInputs) -> bool:
 
 def too_much(degrees: Parallelism, inputs: PlanInputs, nearest: Parallelism, fix: Mapping[str, int]) -> Refused:
     """Returns the refusal of degrees that are too much; the degrees `nearest` are not, by the widgets of `fix`."""
-    reason = _reason_of_too_much(degrees, inputs, nearest)
-    if "cpu" not in inputs.devices and (why := why_one_gpu(inputs.gpus)):
+    devices, nnodes, limit = list(inputs.devices), inputs.request.nnodes, worker_limit(inputs)
+    words, needed = degrees_in_words(degrees), degrees.world_size
+    if needed <= limit:
+        reason = say("heads.few", degrees=words, heads=inputs.network.heads, workers=degrees.ulysses_degree)
+    elif not devices:
+        reason = say("workers.few.cpu", degrees=words, needed=needed, limit=limit)
+    elif nnodes > 1:
+        reason = say("workers.few.machines", degrees=words, needed=needed, devices=devices, machines=nnodes)
+    elif len(devices) > 1:
+        reason = say("workers.few", degrees=words, needed=needed, count=len(devices), devices=devices)
+    else:
+        reason = say("workers.few.one", degrees=words, needed=needed, device=devices[0])
+    local_workers, out = needed // nnodes, degrees_in_words(nearest)
+    if len(devices) == 1 and local_workers <= MAX_CPU_WORKERS:
+        reason = say("nearest.shared", reason=reason, nearest=out, again=",".join(devices * local_workers))
+    else:
+        reason = say("nearest", reason=reason, nearest=out)
+    if "cpu" not in devices and (why := why_one_gpu(inputs.gpus)):
         reason = say("reason.why", reason=reason, why=why)
     return Refused(reason.key, next(iter(fix)), fix, **reason.values)
 
@@ -134,22 +153,74 @@ def degrees_in_words(degrees: Parallelism) -> str:
     return " x ".join(f"{name} {getattr(degrees, name)}" for name in names)
 
 
-def _reason_of_too_much(degrees: Parallelism, inputs: PlanInputs, nearest: Parallelism) -> Sentence:
-    devices, nnodes = inputs.devices, inputs.request.nnodes
-    limit, words = worker_limit(inputs), degrees_in_words(degrees)
-    needed, names = degrees.world_size, list(devices)
-    if needed <= limit:
-        reason = say("heads.few", degrees=words, heads=inputs.network.heads, workers=degrees.ulysses_degree)
-    elif not devices:
-        reason = say("workers.few.cpu", degrees=words, needed=needed, limit=limit)
-    elif nnodes > 1:
-        reason = say("workers.few.machines", degrees=words, needed=needed, devices=names, machines=nnodes)
-    elif len(devices) > 1:
-        reason = say("workers.few", degrees=words, needed=needed, count=len(devices), devices=names)
-    else:
-        reason = say("workers.few.one", degrees=words, needed=needed, device=devices[0])
-    local_workers = degrees.world_size // nnodes
-    if len(devices) == 1 and local_workers <= MAX_CPU_WORKERS:
-        again = ",".join(devices * local_workers)
-        return say("nearest.shared", reason=reason, nearest=degrees_in_words(nearest), again=again)
-    return say("nearest", reason=reason, nearest=degrees_in_words(nearest))
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A widget to set, and its new value; `automatic`: that value leaves the choice to auto."""
+
+    name: str
+    value: Any
+    automatic: bool
+
+
+def instead(check: Check, request: ParallelRequest, refused: Refused) -> tuple[ParallelRequest, Refused]:
+    """Returns the nearest request that `check`, which raises Refused, lets pass; and the refusal, which says what to
+    change."""
+    # Of what the refusal itself says and each single widget at its default, what changes the fewest widgets; if none of
+    # these is enough, what this and all further refusals say.
+    own = request.with_values(refused.fix)
+    ones = [request.with_values({each.name: each.default}) for each in widgets()]
+    working = [_least(check, request, one) for one in (own, *ones) if one != request and refusal(check, one) is None]
+    working = working or [_least(check, request, _following(check, request, refused))]
+    nearest = min(working, key=lambda one: len(changes(request, one)))
+    changed = changes(request, nearest)
+    if all(refused.fix.get(change.name) == change.value for change in changed):
+        return nearest, refused
+    reason = refused.values["reason"] if refused.code.startswith("nearest") else refused.sentence
+    return nearest, Refused("nearest", widget=refused.widget, reason=reason, nearest=in_words(changed))
+
+
+def _least(check: Check, request: ParallelRequest, mended: ParallelRequest) -> ParallelRequest:
+    """Returns `mended` with every value of `request` that need not have been changed."""
+    for name, value in request.values.items():
+        restored = mended.with_values({name: value})
+        if restored != mended and refusal(check, restored) is None:
+            mended = restored
+    return mended
+
+
+def _following(check: Check, request: ParallelRequest, reason: Refused | None) -> ParallelRequest:
+    """Returns the request after doing what refusals say, one after the other; an automatic one if that fails."""
+    for _ in widgets():
+        if reason is None:
+            return request
+        request = request.with_values(reason.fix)
+        reason = refusal(check, request)
+    return ParallelRequest(dtype=request.dtype)
+
+
+def refusal(check: Check, request: ParallelRequest) -> Refused | None:
+    try:
+        check(request)
+    except Refused as refused:
+        return refused
+    return None
+
+
+def changes(before: ParallelRequest, after: ParallelRequest) -> tuple[Change, ...]:
+    """Returns the changes from `before` to `after`."""
+    return changes_to({name: value for name, value in after.values.items() if value != before.values[name]})
+
+
+def changes_to(values: Mapping[str, Any]) -> tuple[Change, ...]:
+    """Returns the changes that give widgets these values; empty devices are all of them, 0 is auto for degrees."""
+    automatic = {name: value == "" or (value == 0 and name in DEGREES) for name, value in values.items()}
+    return tuple(Change(name=name, value=values[name], automatic=automatic[name]) for name in values)
+
+
+def in_words(changed: Sequence[Change]) -> str:
+    """Returns a list such as "ring_degree 1, devices on auto"."""
+    sentences = [
+        say("set.auto", name=change.name) if change.automatic else say("set", name=change.name, value=change.value)
+        for change in changed
+    ]
+    return listed(sentences) if sentences else ""

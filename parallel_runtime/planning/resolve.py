@@ -10,14 +10,14 @@ two workers have three each, with 8 GiB beside the network; with 5 GiB, one fetc
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
-from ..architectures.architecture import Load, share_out
+from ..architectures.network_modules import Load, share_out
 from ..errors import Refused, say
 from ..specs import BLOCK_BUFFERS, WeightPlacement
 from .candidates import candidates
-from .memory_model import SIMILAR_RATIO, MemoryModel
-from .misfit import misfit, size_in_words
-from .run_plan import REPLICATED, DeviceProfile, Estimate, PlanInputs, RunPlan
+from .memory_model import SIMILAR_RATIO, misfit, size_in_words
+from .run_plan import REPLICATED, Estimate, PlanInputs, RunPlan
 from .seconds import ALL_TO_ALL_BYTES_PER_SECOND, are_measured, averaged, evaluation_seconds
 
 # Other workers are taken for a plan that is at least 5 % faster: less is noise, and they have to start.
@@ -95,13 +95,23 @@ def _fastest(plans: Sequence[RunPlan], kind: Callable[[RunPlan], Hashable], shar
 
 def evaluate(plan: RunPlan, inputs: PlanInputs) -> Estimate:
     """Returns the seconds and bytes of `plan`, and what does not fit."""
-    memory, profile, weights = inputs.memory_of(plan), inputs.profile_of(plan), plan.weights
-    prompts, fetched = memory.work.prompts_per_rank(plan.degrees), 0
+    memory, profile, weights, degrees = inputs.memory_of(plan), inputs.profile_of(plan), plan.weights, plan.degrees
+    work, compute = memory.work, 0.0
+    if profile is not None and profile.flops_per_second:
+        of_each = profile
+        if degrees.pipeline_degree == 1 and are_measured(work, plan.placement, profile):
+            of_each = averaged(work, degrees, profile)
+        compute = work.prompts_per_rank(degrees) * evaluation_seconds(work, degrees, of_each)
+    # The rank with the smallest shard waits longest for the others' parts.
+    fetched, local, speed = 0, 0.0, 0.0
     if weights.mode != "replicate":
         fetched = memory.fetched_bytes(weights.resident_blocks)
-    compute = prompts * _compute_seconds(plan, memory, profile)
-    exposed = max(0.0, _fetch_seconds(weights, fetched, memory, profile) - compute)
-    batches = inputs.work.prompts_per_rank(plan.degrees) if plan.entries_per_call and inputs.work else 1
+        if profile is not None:
+            speed = profile.bytes_per_second if weights.mode == "shard" else profile.host_bytes_per_second
+        if weights.mode == "shard":
+            local = min(part / total for part, total in memory.shard_parts(weights))
+    exposed = max(0.0, (fetched * (1 - local) / speed if speed else 0.0) - compute)
+    batches = inputs.work.prompts_per_rank(degrees) if plan.entries_per_call and inputs.work else 1
     return Estimate(
         weight_bytes_by_rank=memory.weight_bytes_by_rank(weights),
         activation_bytes_by_rank=memory.activation_bytes_by_rank,
@@ -111,32 +121,8 @@ def evaluate(plan: RunPlan, inputs: PlanInputs) -> Estimate:
         seconds=batches * (compute + exposed),
         batch_seconds=compute + exposed,
         exposed_seconds=exposed,
-        fetch_is_fast=not 0 < _fetch_speed(weights, profile) < SLOW_LINK_BYTES_PER_SECOND,
+        fetch_is_fast=not 0 < speed < SLOW_LINK_BYTES_PER_SECOND,
     )
-
-
-def _compute_seconds(plan: RunPlan, memory: MemoryModel, profile: DeviceProfile | None) -> float:
-    """Returns the seconds of one prompt; those of heterogeneous workers follow from what each measured."""
-    work, degrees = memory.work, plan.degrees
-    if profile is None or not profile.flops_per_second:
-        return 0.0
-    if degrees.pipeline_degree == 1 and are_measured(work, plan.placement, profile):
-        profile = averaged(work, degrees, profile)
-    return evaluation_seconds(work, degrees, profile)
-
-
-def _fetch_seconds(weights: WeightPlacement, fetched: int, memory: MemoryModel, profile: DeviceProfile | None) -> float:
-    """Returns the seconds in which the rank with the smallest shard fetches `fetched` bytes."""
-    local = min(part / total for part, total in memory.shard_parts(weights)) if weights.mode == "shard" else 0.0
-    speed = _fetch_speed(weights, profile)
-    return fetched * (1 - local) / speed if speed else 0.0
-
-
-def _fetch_speed(weights: WeightPlacement, profile: DeviceProfile | None) -> float:
-    """Returns bytes/s; 0 where nothing is fetched or nobody has measured it."""
-    if profile is None or weights.mode == "replicate":
-        return 0.0
-    return profile.bytes_per_second if weights.mode == "shard" else profile.host_bytes_per_second
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,38 +180,32 @@ def place_encoder(
 
 
 def _placements(size: EncoderSize, rooms: Sequence[float], copies: int) -> Iterator[EncoderPlacement]:
+    """Yields the placements by preference: whole, in stages, then offloaded."""
     by_room = sorted(range(len(rooms)), key=lambda rank: -rooms[rank])
-    first = by_room[0]
     for workers in range(copies, 0, -1):
         yield EncoderPlacement(ranks=tuple(by_room[:workers]), weight_bytes=(size.weights,) * workers)
     units = [*(Load(each, 0) for each in size.layers), *map(Load, size.blocks)]
     for workers in range(2, len(rooms) + 1) if size.staged else ():
-        if workers <= len(units) and rooms[by_room[workers - 1]] > size.other + size.workspace:
-            yield _staged(size, units, sorted(by_room[:workers]), rooms)
-    if len(size.blocks) > BLOCK_BUFFERS:
-        yield _offloaded(size, first, rooms[first])
-
-
-def _staged(size: EncoderSize, units: Sequence[Load], ranks: Sequence[int], rooms: Sequence[float]) -> EncoderPlacement:
-    """Returns stages that are as equal as each worker's room allows."""
-    free = [int(min(rooms[rank], size.weights + size.other + size.workspace)) for rank in ranks]
-    stages = share_out(units, len(ranks), [each - size.other - size.workspace for each in free])
-    ends = [sum(stages[: number + 1]) for number in range(len(stages))]
-    parts = [units[end - count : end] for end, count in zip(ends, stages, strict=True)]
-    weight_bytes = tuple(size.other + sum(unit.nbytes for unit in part) for part in parts)
-    return EncoderPlacement(ranks=tuple(ranks), stages=stages, weight_bytes=weight_bytes)
-
-
-def _offloaded(size: EncoderSize, rank: int, room: float) -> EncoderPlacement:
-    """Returns an offload with as many blocks on the device as fit; without any, large layers are fetched too."""
+        if workers > len(units) or rooms[by_room[workers - 1]] <= size.other + size.workspace:
+            continue
+        ranks = tuple(sorted(by_room[:workers]))  # stages as equal as each worker's room allows
+        free = [int(min(rooms[rank], size.weights + size.other + size.workspace)) for rank in ranks]
+        stages = share_out(units, workers, [each - size.other - size.workspace for each in free])
+        ends = accumulate(stages)
+        parts = [units[end - count : end] for end, count in zip(ends, stages, strict=True)]
+        weight_bytes = tuple(size.other + sum(unit.nbytes for unit in part) for part in parts)
+        yield EncoderPlacement(ranks=ranks, stages=stages, weight_bytes=weight_bytes)
+    if len(size.blocks) <= BLOCK_BUFFERS:
+        return
+    # As many blocks on the device as fit; without any, large layers are fetched too.
     largest, buffers = sorted(size.blocks, reverse=True), BLOCK_BUFFERS * max(size.blocks)
-    free, resident = room - size.workspace - buffers - size.other - sum(size.layers), 0
-    while resident < len(largest) - BLOCK_BUFFERS - 1 and largest[resident] <= free:
-        free -= largest[resident]
+    room, resident = rooms[by_room[0]] - size.workspace - buffers - size.other - sum(size.layers), 0
+    while resident < len(largest) - BLOCK_BUFFERS - 1 and largest[resident] <= room:
+        room -= largest[resident]
         resident += 1
     kept = sum(size.layers) + sum(largest[:resident]) if resident else 0
-    return EncoderPlacement(
-        ranks=(rank,),
+    yield EncoderPlacement(
+        ranks=(by_room[0],),
         weights=WeightPlacement(mode="offload", resident_blocks=resident),
         weight_bytes=(size.other + kept,),
         buffer_bytes=buffers + (0 if resident else max(size.layers, default=0)),

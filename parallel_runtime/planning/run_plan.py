@@ -6,23 +6,16 @@ computes, and how fast they exchange."""
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..accelerators import CUDA
-from ..errors import Refused, quoted, say
-from ..request import ParallelRequest
+from ..request import ParallelRequest, are_automatic, parse_devices
 from ..specs import Parallelism, Placement, WeightPlacement
 from .memory_model import UNLIMITED, Capacity, MemoryModel
 from .network_stats import NetworkStats, Work
-from .work_shares import are_automatic
 
 REPLICATED = WeightPlacement()
-MAX_DEVICES = 64
-MAX_DIGITS = 4  # of a GPU's number
-MAX_CPU_WORKERS = max(8, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +79,12 @@ class RunPlan:
         return self.estimate.seconds if self.estimate.fits else float("inf")
 
     @property
+    def work_percent(self) -> list[tuple[str, int]]:
+        """Returns each worker's device with its share of all the work in percent."""
+        devices, fractions = self.placement.devices * self.placement.nnodes, self.degrees.work_fractions
+        return [(device, round(100 * part)) for device, part in zip(devices, fractions, strict=True)]
+
+    @property
     def sharded(self) -> bool:
         return self.weights.mode == "shard"
 
@@ -113,48 +112,6 @@ class DeviceProfile:
             return self
         speeds = tuple(self.ranks[rank] for rank in ranks)
         return replace(self, ranks=speeds, flops_per_second=min(speed.products for speed in speeds))
-
-
-def parse_devices(text: str, gpus: int, kind: str = CUDA.kind) -> tuple[str, ...]:
-    """Returns the devices that `text` lists, every GPU where it is empty, and () for "the CPU, as often as needed"."""
-    names = [name.strip().lower() for name in text.split(",") if name.strip()]
-    if not names:
-        return tuple(f"{kind}:{index}" for index in range(gpus))
-    if len(names) > MAX_DEVICES:
-        raise Refused("devices.many", "devices", {"devices": ""}, count=len(names), most=MAX_DEVICES)
-    trial = "" if gpus else ",".join(["cpu"] * min(max(2, len(names)), MAX_CPU_WORKERS))
-    devices = tuple(_device(name, gpus, kind, trial) for name in names)
-    if "cpu" in devices and len({device == "cpu" for device in devices}) > 1:
-        known = ",".join(device for device in devices if device != "cpu")
-        raise Refused("devices.mixed", "devices", {"devices": known}, devices=quoted(text), known=known)
-    return devices
-
-
-def why_one_gpu(gpus: int) -> str:
-    """Returns why there is only one GPU, where the environment may hide others; "" where it does not."""
-    chosen = any(argument.startswith("--cuda-device") for argument in sys.argv)
-    if gpus != 1 or chosen or os.environ.get("CUDA_VISIBLE_DEVICES") != "0":
-        return ""
-    return say("gpus.hidden")
-
-
-def _device(name: str, gpus: int, kind: str, trial: str) -> str:
-    """Returns the device of this name. Raises Refused: `trial` are CPU workers to use where there is no GPU."""
-    if name == "cpu":
-        return name
-    fix = {"devices": trial}
-    index = name.removeprefix(f"{kind}:")
-    if not index.isdecimal() or len(index) > MAX_DIGITS:
-        out = say("devices.trial", trial=trial) if trial else say("devices.empty")
-        raise Refused("devices.unknown", "devices", fix, device=quoted(name), kind=kind, out=out)
-    if int(index) >= gpus:
-        if not gpus:
-            raise Refused("devices.missing.all", "devices", fix, index=index, kind=kind.upper(), trial=trial)
-        reason = say("devices.missing", index=index, last=gpus - 1)
-        if why := why_one_gpu(gpus):
-            reason = say("reason.why", reason=reason, why=why)
-        raise Refused(reason.key, "devices", fix, **reason.values)
-    return f"{kind}:{int(index)}"
 
 
 @dataclass(frozen=True, kw_only=True)

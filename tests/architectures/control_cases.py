@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel_runtime.architectures.control_networks import control_plan_of
+from parallel_runtime.architectures import control_plan_of
 from parallel_runtime.architectures.split_plan import SplitPlan
 from parallel_runtime.engine.comm.collectives import all_gather_v
 from parallel_runtime.engine.parallelize import parallelize, parallelize_control, unparallelize

@@ -12,7 +12,7 @@ from diffusers.models.attention_processor import Attention
 
 from parallel_runtime.engine.comm.mesh import build_mesh
 from parallel_runtime.for_diffusers import attach, detach, from_context_parallel_config
-from parallel_runtime.for_diffusers.processors import aware, backend_name
+from parallel_runtime.for_diffusers.attaching import aware, backend_name
 from parallel_runtime.request import EngineOptions
 from parallel_runtime.specs import Parallelism
 

@@ -10,10 +10,17 @@ from typing import Any
 import pytest
 
 from parallel_runtime.errors import Refused, Sentence
-from parallel_runtime.explain.remedy import Change, changes, changes_to, in_words, instead, refusal
 from parallel_runtime.group.this_machine import checked_plan
 from parallel_runtime.planning.network_stats import Load, NetworkStats
-from parallel_runtime.planning.request_checks import check_run_in_patches
+from parallel_runtime.planning.request_checks import (
+    Change,
+    changes,
+    changes_to,
+    check_run_in_patches,
+    in_words,
+    instead,
+    refusal,
+)
 from parallel_runtime.planning.run_plan import PlanInputs
 from parallel_runtime.request import ParallelRequest, widgets
 from tests.test_refusal_words import calls, codes_of

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from parallel_runtime.engine import graph_runner
 from parallel_runtime.engine.comm.mesh import build_mesh
-from parallel_runtime.planning.misfit import shortage
+from parallel_runtime.planning.memory_model import shortage
 from parallel_runtime.specs import ModelSpec, Parallelism, Placement
 from parallel_runtime.worker.models import Model
 from parallel_runtime.worker.serve import readings

@@ -14,9 +14,8 @@ from parallel_runtime.planning.candidates import default_plan
 from parallel_runtime.planning.network_stats import NetworkStats
 from parallel_runtime.planning.request_checks import check_step_cache, degrees_in_words
 from parallel_runtime.planning.resolve import resolve
-from parallel_runtime.planning.run_plan import MAX_CPU_WORKERS, DeviceProfile, PlanInputs, parse_devices, why_one_gpu
-from parallel_runtime.planning.work_shares import work_percent
-from parallel_runtime.request import EngineOptions, ParallelRequest
+from parallel_runtime.planning.run_plan import DeviceProfile, PlanInputs
+from parallel_runtime.request import MAX_CPU_WORKERS, EngineOptions, ParallelRequest, parse_devices, why_one_gpu
 from parallel_runtime.specs import Parallelism
 
 OF_24_HEADS, UNET = NetworkStats(heads=24), NetworkStats(name="UNet", divisible=False)
@@ -163,7 +162,7 @@ def test_shares_of_a_run_with_two_prompts_divide_the_sequence_by_themselves(gpus
     division = guided(gpus, shares=shares)
     assert division.degrees.stage_mesh_shape == (1, 1, 1, gpus)
     total = sum(map(int, shares.split(",")))
-    assert [percent for _, percent in work_percent(division.degrees, division.placement)] == [
+    assert [percent for _, percent in division.work_percent] == [
         round(100 * int(own) / total) for own in shares.split(",")
     ]
 
@@ -214,13 +213,11 @@ def test_shares_that_are_a_vaes_alone_do_not_stop_a_network_that_shares_out_prom
 
 def test_percent_are_of_the_work_that_a_worker_has_where_each_half_has_one_prompt():
     within = guided(4, cfg_degree=2, shares="3,2,4,1")
-    assert [percent for _, percent in work_percent(within.degrees, within.placement)] == [30, 20, 40, 10]
+    assert [percent for _, percent in within.work_percent] == [30, 20, 40, 10]
     within = guided(4, cfg_degree=2, shares="6,4,1,1")
-    assert [percent for _, percent in work_percent(within.degrees, within.placement)] == [30, 20, 25, 25], (
-        "one half has no more than its prompt"
-    )
+    assert [percent for _, percent in within.work_percent] == [30, 20, 25, 25], "one half has no more than its prompt"
     images = guided(4, cfg_degree=2, data_degree=2, shares="3,3,2,2")
-    assert [percent for _, percent in work_percent(images.degrees, images.placement)] == [30, 30, 20, 20]
+    assert [percent for _, percent in images.work_percent] == [30, 30, 20, 20]
 
 
 def test_every_plan_uses_exactly_its_devices():

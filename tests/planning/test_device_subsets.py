@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from parallel_runtime.architectures.architecture import Load
+from parallel_runtime.architectures.network_modules import Load
 from parallel_runtime.explain.plan_words import compared
 from parallel_runtime.planning.candidates import default_plan
 from parallel_runtime.planning.memory_model import Capacity

@@ -9,10 +9,10 @@ import pytest
 
 from parallel_runtime.explain.plan_words import compared
 from parallel_runtime.planning.candidates import candidates
-from parallel_runtime.planning.network_stats import NetworkStats, Work
+from parallel_runtime.planning.network_stats import NetworkStats, Work, in_proportion
 from parallel_runtime.planning.resolve import alternatives, resolve
 from parallel_runtime.planning.run_plan import DeviceProfile, PlanInputs, Speed
-from parallel_runtime.planning.work_shares import ShareBalance, in_proportion
+from parallel_runtime.planning.seconds import ShareBalance
 from parallel_runtime.request import ParallelRequest
 from parallel_runtime.specs import ModelSpec, Parallelism, Placement
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from parallel_runtime.planning.misfit import Shortage, shortage
+from parallel_runtime.planning.memory_model import Shortage, shortage
 from parallel_runtime.specs import ModelSpec, Placement, SourceFile
 from parallel_runtime.wire.messages import ModelMemory, Readings
 

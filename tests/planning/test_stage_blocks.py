@@ -6,18 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from parallel_runtime.architectures.architecture import Load, share_out
+from parallel_runtime.architectures.network_modules import Load, share_out
 from parallel_runtime.errors import Refused
 from parallel_runtime.explain.plan_report import Subject
 from parallel_runtime.planning.candidates import default_plan
 from parallel_runtime.planning.memory_model import Capacity
-from parallel_runtime.planning.network_stats import (
-    NetworkStats,
-    blocks_of_rank,
-    cached_key_value_bytes,
-    staged_weight_bytes,
-    stages_of,
-)
+from parallel_runtime.planning.network_stats import NetworkStats
 from parallel_runtime.planning.request_checks import check_run_in_patches, check_stages
 from parallel_runtime.planning.resolve import ranked, resolve
 from parallel_runtime.planning.run_plan import DeviceProfile, PlanInputs, RunPlan
@@ -141,16 +135,16 @@ def test_keys_and_values_of_patches_are_counted() -> None:
     degrees = plan.degrees
     assert degrees == exact.degrees.with_options(token_patches=4)
     kept = 2 * 4608 * 3072 * 2 * max(degrees.stages)  # of the longest stage, in bfloat16
-    assert max(cached_key_value_bytes(WORK, degrees)) == pytest.approx(kept)
-    assert max(cached_key_value_bytes(WORK, exact.degrees)) == 0
+    assert max(WORK.cached_bytes_by_rank(degrees)) == pytest.approx(kept)
+    assert max(WORK.cached_bytes_by_rank(exact.degrees)) == 0
     both = FLUX.work(1, 4608, prompts=2)
     both_groups = chosen(24, branches=2, cfg_degree=2, patches=4).degrees
-    assert max(cached_key_value_bytes(both, degrees)) == pytest.approx(2 * kept), "of both prompts"
-    assert max(cached_key_value_bytes(replace(both, prompts=1), degrees)) == pytest.approx(2 * kept), "one by one too"
-    assert max(cached_key_value_bytes(both, both_groups)) == pytest.approx(kept), "each group has its own"
+    assert max(both.cached_bytes_by_rank(degrees)) == pytest.approx(2 * kept), "of both prompts"
+    assert max(replace(both, prompts=1).cached_bytes_by_rank(degrees)) == pytest.approx(2 * kept), "one by one too"
+    assert max(both.cached_bytes_by_rank(both_groups)) == pytest.approx(kept), "each group has its own"
     heads = replace(degrees, ulysses_degree=2)
-    assert max(cached_key_value_bytes(WORK, heads)) == pytest.approx(kept / 2), "each rank has its heads"
-    stages = stages_of(FLUX, degrees)
+    assert max(WORK.cached_bytes_by_rank(heads)) == pytest.approx(kept / 2), "each rank has its heads"
+    stages = FLUX.stages(degrees)
     fullest = max(stage.nbytes + 2 * 4608 * 3072 * 2 * stage.count for stage in stages)
     grown = max(needed(plan)) - max(needed(exact))
     assert grown == fullest - max(stage.nbytes for stage in stages) > 1.4 * GIB, "in the stage that has most"
@@ -186,12 +180,12 @@ def test_the_busiest_stage_computes_least_and_of_such_ways_holds_least() -> None
 
 
 def test_a_stage_holds_no_more_than_there_is_room_for() -> None:
-    even = stages_of(FLUX, Parallelism(pipeline_degree=2))
+    even = FLUX.stages(Parallelism(pipeline_degree=2))
     assert even[0].nbytes > 1.8 * even[1].nbytes
     limit = int(1.2 * sum(load.nbytes for load in FLUX.loads) / 2)
     tight = Parallelism(pipeline_degree=2, stages=share_out(FLUX.loads, 2, [limit, limit]))
-    assert max(stage.nbytes for stage in stages_of(FLUX, tight)) <= limit
-    assert stages_of(FLUX, tight)[1].work > 0.55
+    assert max(stage.nbytes for stage in FLUX.stages(tight)) <= limit
+    assert FLUX.stages(tight)[1].work > 0.55
 
 
 def test_stages_go_by_the_room_of_each_workers_own_device() -> None:
@@ -211,7 +205,8 @@ def test_weights_that_fit_no_device_fit_the_stages_of_a_pipeline() -> None:
     assert tight.degrees.stages[0] < roomy.degrees.stages[0]
     for plan in (roomy, tight):
         assert plan.weights.mode == "replicate"
-        assert max(weight_bytes(plan)) == max(staged_weight_bytes(FLUX, plan.degrees)) < 0.75 * FLUX.weight_bytes
+        most = max(stage.nbytes for stage in FLUX.stages(plan.degrees))
+        assert max(weight_bytes(plan)) == FLUX.outside_bytes + most < 0.75 * FLUX.weight_bytes
     with pytest.raises(Refused, match="does not fit"):
         chosen(4)
 
@@ -258,8 +253,8 @@ def test_cp_plan_says_why_auto_took_stages() -> None:
 
 def test_each_rank_has_the_blocks_of_its_stage() -> None:
     degrees = Parallelism(pipeline_degree=2, ulysses_degree=2, stages=(28, 29))
-    assert [blocks_of_rank(degrees, rank) for rank in range(4)] == [(1, 28), (1, 28), (29, 57), (29, 57)]
-    assert blocks_of_rank(Parallelism(ulysses_degree=2), 1) is None
+    assert [degrees.blocks_of(rank) for rank in range(4)] == [(1, 28), (1, 28), (29, 57), (29, 57)]
+    assert Parallelism(ulysses_degree=2).blocks_of(1) is None
 
 
 @pytest.mark.parametrize(("device", "by_fp8"), [(5.0, True), (2.5, False)])

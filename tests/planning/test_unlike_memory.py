@@ -15,8 +15,8 @@ from parallel_runtime.planning.memory_model import (
     Capacity,
     estimate_activation_bytes,
 )
+from parallel_runtime.planning.network_stats import shares_within
 from parallel_runtime.planning.run_plan import RunPlan
-from parallel_runtime.planning.work_shares import shares_within
 from parallel_runtime.specs import Parallelism, WeightPlacement
 
 from ..explain.reports import report

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from parallel_runtime.architectures.architecture import Load
+from parallel_runtime.architectures.network_modules import Load
 from parallel_runtime.planning.memory_model import Capacity, MemoryModel
 from parallel_runtime.planning.network_stats import NetworkStats
 from parallel_runtime.planning.resolve import ranked

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel_runtime.architectures.control_networks import ControlRowPlan, control_plan_of
+from parallel_runtime.architectures import control_plan_of
+from parallel_runtime.architectures.row_plan import ControlRowPlan
 from parallel_runtime.engine.parallelize import parallelize_control, unparallelize
 from parallel_runtime.engine.rows.row_division import ControlRowDivision, RowDivision
 

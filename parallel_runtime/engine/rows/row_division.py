@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Size, Tensor, nn
 
-from ...architectures.control_networks import ControlRowPlan
-from ...architectures.row_plan import CascadeRowPlan, RowPlan
+from ...architectures.row_plan import CascadeRowPlan, ControlRowPlan, RowPlan
 from ...architectures.split_plan import TEXT, Cross
 from ...loading.random_states import random_states, set_random_states
 from ...specs import Parallelism

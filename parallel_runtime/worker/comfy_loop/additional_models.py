@@ -29,7 +29,8 @@ from comfy.model_patcher import ModelPatcher
 from comfy.sd import VAE
 from torch import Size, Tensor, nn
 
-from ...architectures.control_networks import ControlRowPlan, control_plan_of
+from ...architectures import control_plan_of
+from ...architectures.row_plan import ControlRowPlan
 from ...architectures.split_plan import SplitPlan
 from ...engine.comm.collectives import refuse_on_all_ranks
 from ...engine.comm.mesh import MeshDim

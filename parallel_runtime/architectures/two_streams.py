@@ -1,9 +1,22 @@
-"""Networks of pictures whose image has a stream of tokens beside the text's, or reads the text as keys only."""
+"""Networks whose picture, or video, has a stream of tokens beside the text's, or reads the text as keys only; and those
+of ControlNets."""
 
 from dataclasses import replace
 
-from .architecture import Architecture, inputs_of
-from .split_plan import IMAGE, TEXT, Gather, Index, ModulePlan, Slices, Split, SplitLike, SplitPlan
+from .row_plan import ControlRowPlan
+from .split_plan import (
+    IMAGE,
+    TEXT,
+    Architecture,
+    Gather,
+    Index,
+    ModulePlan,
+    Slices,
+    Split,
+    SplitLike,
+    SplitPlan,
+    inputs_of,
+)
 
 # FLUX.1 (dev, schnell, Fill, depth, canny, Kontext, USO) and FLUX.2 (dev, klein): one class, one plan. Others have its
 # blocks: Chroma, Chroma Radiance on patches of pixels, whose decoder of pixels runs in full on every rank, and
@@ -52,6 +65,21 @@ HUNYUAN_3D_2 = Architecture(
     patch=(1,),
     width=lambda net: net.double_blocks[0].hidden_size,
     text_width=inputs_of("cond_in"),
+)
+
+# HunyuanVideo (text and both image to video), HunyuanVideo 1.5 and HunyuanImage: FLUX's blocks, some no single ones.
+# After them the parent slices reference latents off by whole positions, so each stack ends full. The image's slices are
+# applied to text and image: that is how ComfyUI does it.
+HUNYUAN_VIDEO_DOUBLE = replace(
+    FLUX_DOUBLE, args={**FLUX_DOUBLE.args, "modulation_dims_txt": Slices(TEXT)}, gathers=True
+)
+HUNYUAN_VIDEO_SINGLE = replace(
+    FLUX_SINGLE, args={**FLUX_SINGLE.args, "modulation_dims": Slices(TEXT_IMAGE)}, gathers=True
+)
+HUNYUAN_VIDEO = Architecture(
+    name="HunyuanVideo",
+    kinds=("comfy.ldm.hunyuan_video.model:HunyuanVideo",),
+    plan=SplitPlan((HUNYUAN_VIDEO_DOUBLE, HUNYUAN_VIDEO_SINGLE), residuals=("input",)),
 )
 
 # AuraFlow. The parent slices the text off right before its last layer.
@@ -248,3 +276,32 @@ SD3 = Architecture(
     text_width=inputs_of("context_embedder"),
     pooled_width=inputs_of("y_embedder.mlp.0"),
 )
+
+
+# ControlNets are no MODELs: each is split like the network that its residuals are added to, by rows for a UNet and by
+# tokens for all others, so that no residual has to be gathered.
+def _blocks_of(plan: SplitPlan, *no_options: str, **names: str) -> SplitPlan:
+    """The plan of a network's blocks alone, which have other `names` in its ControlNet."""
+    blocks = [replace(each, name=names.get(each.name, each.name)) for each in plan.module_plans if each.split_args]
+    return SplitPlan(tuple(blocks), no_options=no_options)
+
+
+_SD3_ATTENTION = "comfy.ldm.modules.diffusionmodules.mmdit"
+CONTROL_PLANS: dict[str, SplitPlan] = {
+    "comfy.cldm.cldm:ControlNet": ControlRowPlan(
+        (), depth=lambda net: len(net.channel_mult) + 2, forward="forward", averaged=("transformer_layes",)
+    ),
+    "comfy.ldm.flux.controlnet:ControlNetFlux": _blocks_of(FLUX_PLAN, "comfy.ldm.flux.math"),
+    "comfy.ldm.qwen_image.controlnet:QwenImageControlNetModel": _blocks_of(
+        QWEN_IMAGE_PLAN, "comfy.ldm.qwen_image.model"
+    ),
+    "comfy.ldm.qwen_image.controlnet:QwenImageFunControlNetModel": _blocks_of(
+        QWEN_IMAGE_PLAN, transformer_blocks="control_blocks"
+    ),
+    "comfy.cldm.mmdit:ControlNet": _blocks_of(SD3_PLAN, _SD3_ATTENTION),
+    "comfy.cldm.dit_embedder:ControlNetEmbedder": SplitPlan(  # its blocks attend to the image alone
+        (ModulePlan("transformer_blocks", {"x": Split(IMAGE)}, attends=IMAGE, unsplit_args=("c",)),),
+        no_options=(_SD3_ATTENTION,),
+    ),
+    "comfy.ldm.hydit.controlnet:HunYuanControlNet": _blocks_of(HUNYUAN_DIT_PLAN, *HUNYUAN_DIT_PLAN.no_options),
+}
