@@ -22,7 +22,7 @@ choice = pytest.importorskip("parallel_runtime.engine.attention.dispatch")
 kernels = pytest.importorskip("parallel_runtime.engine.attention.dispatch")
 registry = pytest.importorskip("parallel_runtime.engine.attention.registry")
 mesh = pytest.importorskip("parallel_runtime.engine.comm.mesh")
-masks = pytest.importorskip("parallel_runtime.engine.attention.masks")
+masks = pytest.importorskip("parallel_runtime.engine.attention.context_attention")
 
 from .engine.reference import attention, random_problem  # noqa: E402
 

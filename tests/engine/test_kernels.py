@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from parallel_runtime.accelerators import FALLBACK, KERNELS
 from parallel_runtime.engine.attention import dispatch, registry
 from parallel_runtime.engine.attention.attention_override import backend_override
+from parallel_runtime.engine.attention.context_attention import additive
 from parallel_runtime.engine.attention.dispatch import AttentionKind, attend, attend_block, choose_kernel
-from parallel_runtime.engine.attention.masks import additive
 from parallel_runtime.engine.attention.ring_and_ulysses import MAX_PENDING_BLOCKS, Merge
 from parallel_runtime.engine.comm.mesh import MeshDim
 from parallel_runtime.request import BACKENDS, AttentionBackend

@@ -4,7 +4,7 @@ ranks and no other way to attend."""
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -82,7 +82,15 @@ class KernelFunction:
             return reason
         if mask is not None and not self.spec.masks:
             return "it takes no mask"
-        return _cudnn_reason(query, key, value, mask) if self.spec.cudnn else ""
+        if not self.spec.cudnn:
+            return ""
+        if isinstance(query, FakeTensor):
+            return "PyTorch has none for a mask" if mask is not None else ""
+        params = torch.backends.cuda.SDPAParams(*heads_first(query, key, value), mask, 0.0, False, False)
+        if torch.backends.cuda.can_use_cudnn_attention(params):
+            return ""
+        masked = "" if mask is None else f" and a {str(mask.dtype).removeprefix('torch.')} mask"
+        return f"PyTorch has none for heads of {query.shape[-1]}{masked}"
 
 
 def package_missing_reason(package: str, function: str = "") -> str:
@@ -104,17 +112,6 @@ def _imported(package: str) -> Any:
     if version is not None and TorchVersion(version) < oldest:
         return f"it needs {package} {oldest} or newer"
     return module
-
-
-def _cudnn_reason(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> str:
-    """Returns why PyTorch itself has no cuDNN kernel for these, or ""."""
-    if isinstance(query, FakeTensor):
-        return "PyTorch has none for a mask" if mask is not None else ""
-    params = torch.backends.cuda.SDPAParams(*heads_first(query, key, value), mask, 0.0, False, False)
-    if torch.backends.cuda.can_use_cudnn_attention(params):
-        return ""
-    masked = "" if mask is None else f" and a {str(mask.dtype).removeprefix('torch.')} mask"
-    return f"PyTorch has none for heads of {query.shape[-1]}{masked}"
 
 
 def cudnn_supports_graphs() -> bool:
@@ -160,27 +157,19 @@ def _sage(
     return result if with_lse else (result, None)
 
 
-def _package_function(spec: AttentionKernel) -> AttentionFunction:
-    """Returns the call of a package's function that takes what flash_attn_func takes. Asks for the log-sum-exp always:
-    it costs nothing, and versions of FA3 differ in whether they give it unasked."""
-    assert spec.function, f"{spec.name} has no function of its package, and none in _OWN_FUNCTIONS"
-
-    def flash(
-        q: Tensor, k: Tensor, v: Tensor, _: Tensor | None, scale: float | None, __: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        function = getattr(_imported(spec.package), spec.function)
-        out, lse = function(q, k, v, softmax_scale=scale, return_attn_probs=True)[:2]
-        return out, lse
-
-    return flash
+def _flash_of_package(
+    spec: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, _: Tensor | None, scale: float | None, __: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Calls a package's function that takes what flash_attn_func takes. Asks for the log-sum-exp always: it costs
+    nothing, and versions of FA3 differ in whether they give it unasked."""
+    function = getattr(_imported(spec.package), spec.function)
+    out, lse = function(q, k, v, softmax_scale=scale, return_attn_probs=True)[:2]
+    return out, lse
 
 
-_OWN_FUNCTIONS: dict[str, AttentionFunction] = {
-    "_native_cudnn": _native_cudnn,
-    "_native_flash": _native_flash,
-    "sage": _sage,
-}
+# Of a kernel without a function of its package that is called like flash_attn_func.
+_OWN: dict[str, AttentionFunction] = {"_native_cudnn": _native_cudnn, "_native_flash": _native_flash, "sage": _sage}
 FUNCTIONS = {
-    name: KernelFunction(spec=spec, function=_OWN_FUNCTIONS.get(name) or _package_function(spec))
+    name: KernelFunction(spec=spec, function=partial(_flash_of_package, spec) if spec.function else _OWN[name])
     for name, spec in KERNELS.items()
 }
