@@ -6,7 +6,7 @@ All names of a network are the plan's. Imports no ComfyUI."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from ..architectures.block_patches import INSIDE, needs_full_tokens
 from ..architectures.control_networks import ControlRowPlan
 from ..architectures.network_modules import preferred_attentions
 from ..architectures.row_plan import CascadeRowPlan, RowPlan
-from ..architectures.split_plan import HeadFunction, HeadProducer, ModulePlan, SplitPlan
+from ..architectures.split_plan import HeadProducer, ModulePlan, SplitPlan
 from ..errors import Refused, Unsplittable
 from ..specs import Parallelism
 from .attention.attention_override import OVERRIDE, AttentionOverride, wrap_modules
@@ -157,22 +157,19 @@ class _TokenDivision(ExitStack):
 
     def _divide_functions(self, block: Block) -> None:
         for name, spec in block.module_plan.head_functions.items():
-            self._divide_function(block, name, spec)
+            path, _, last = name.rpartition(".")
+            if name in block.parameters:
+                hook = partial(_with_argument, block, name, partial(self._heads.divided, spec=spec))
+                self.enter_context(block.module.register_forward_pre_hook(hook, with_kwargs=True))
+                continue
+            module = block.module.get_submodule(path)
+            if last == TORCH:
+                self._replace(module, self._heads.with_torchs(module.forward, spec))
+            else:
+                self._replace(module, self._heads.divided(getattr(module, last), spec), last)
         for name, producer in block.module_plan.head_producers.items():
             hook = partial(self._divide_producer, block, name, producer)
             self.enter_context(block.module.register_forward_pre_hook(hook, with_kwargs=True))
-
-    def _divide_function(self, block: Block, name: str, spec: HeadFunction) -> None:
-        path, _, last = name.rpartition(".")
-        if name in block.parameters:
-            hook = partial(_with_argument, block, name, lambda function: self._heads.divided(function, spec))
-            self.enter_context(block.module.register_forward_pre_hook(hook, with_kwargs=True))
-            return
-        module = block.module.get_submodule(path)
-        if last == TORCH:
-            self._replace(module, self._heads.with_torchs(module.forward, spec))
-        else:
-            self._replace(module, self._heads.divided(getattr(module, last), spec), last)
 
     def _divide_producer(
         self, block: Block, name: str, spec: HeadProducer, module: nn.Module, args: tuple[Any, ...], kwargs: Any
@@ -216,7 +213,11 @@ class _TokenDivision(ExitStack):
     def _forward_by_patch(self, pipefusion: PipeFusion, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls the network's `forward` once for each token patch; the last call returns the full output."""
         options, out = kwargs.pop("transformer_options"), None
-        for _ in pipefusion.turns(_evaluation_key(args, kwargs, options), lambda: self.streams.lengths):
+        # An evaluation is known within a step by its prompts, and by the shapes of its arguments.
+        arguments = {name: value for name, value in kwargs.items() if name != "control"}
+        shapes = tuple(leaf.shape for leaf in tree_leaves((args, arguments)) if isinstance(leaf, Tensor))
+        key = (*options.get("cond_or_uncond", ()), *options.get("uuids", ()), shapes)
+        for _ in pipefusion.turns(key, lambda: self.streams.lengths):
             self.streams.restart()
             self._override.active_scopes.clear()
             with suppress(TurnEnded):
@@ -242,13 +243,6 @@ class _TokenDivision(ExitStack):
     def _leave(self, *_: Any) -> None:
         if self._override.active_scopes:
             self._override.active_scopes.pop()
-
-
-def _evaluation_key(args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]) -> Hashable:
-    """Identifies an evaluation within a step: by its prompts, and by the shapes of its arguments."""
-    arguments = {name: value for name, value in kwargs.items() if name != "control"}
-    shapes = tuple(leaf.shape for leaf in tree_leaves((args, arguments)) if isinstance(leaf, Tensor))
-    return (*options.get("cond_or_uncond", ()), *options.get("uuids", ()), shapes)
 
 
 def _with_argument(

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from ...accelerators import FALLBACK
 from ...architectures.split_plan import Cross, HeadFunction, HeadProducer
 from ...errors import Refused
 from ...specs import Parallelism
 from ..comm.mesh import ContextMesh
+from ..split.hooks import Replaced
 from ..split.splitter import Splitter
 from ..split.streams import chunk_range
 from .attention_override import AttentionOverride, by_heads
@@ -46,7 +46,7 @@ class HeadAttention:
 
         @torch.compiler.disable
         def run(*args: Any, **kwargs: Any) -> Any:
-            with _TorchAttention(self.divided(F.scaled_dot_product_attention, spec)):
+            with Replaced(F.scaled_dot_product_attention, self.divided(F.scaled_dot_product_attention, spec)):
                 return forward(*args, **kwargs)
 
         return run
@@ -161,14 +161,3 @@ class _OwnHeads:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
-
-
-class _TorchAttention(TorchFunctionMode):
-    def __init__(self, attend: Function) -> None:
-        super().__init__()
-        self._attend = attend
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return (self._attend if func is F.scaled_dot_product_attention else func)(*args, **(kwargs or {}))

@@ -164,6 +164,9 @@ class RowDivision(ExitStack):
         finally:
             self._override.active_scopes.pop()
 
+    def _set_over_time(self, now: bool, *_: Any) -> None:
+        self._patches.over_time = now
+
     def _across_rows(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """Computes a module with functions that read other ranks' rows."""
         if self._levels is None:
