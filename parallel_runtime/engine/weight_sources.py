@@ -99,7 +99,9 @@ class FlatBlock:
         """Adds a tensor; on the CPU at its old offset in a cache line: a file's weights begin anywhere."""
         line_offset = plain.data_ptr() % CPU_ALIGNMENT_BYTES if plain.device.type == "cpu" else 0
         line_offset = 0 if line_offset % plain.element_size() else line_offset
-        tensor = FlatTensor(self._end + line_offset, plain.numel() * plain.element_size(), without_storage(plain))
+        # It has the same dtype, device and shape, and one element.
+        template = torch.zeros((), dtype=plain.dtype, device=plain.device).expand(plain.shape)
+        tensor = FlatTensor(self._end + line_offset, plain.numel() * plain.element_size(), template)
         self._end += -(-(line_offset + tensor.nbytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         return tensor
 
@@ -125,11 +127,6 @@ def rebuild_parameter(weight: Tensor, parts: list[Tensor]) -> nn.Parameter:
     parameter = parts[0].as_subclass(weight_class)
     parameter.__dict__.update({**vars(weight), "_is_param": True})
     return parameter
-
-
-def without_storage(tensor: Tensor) -> Tensor:
-    """Returns a tensor of the same dtype, device and shape that shares one element."""
-    return torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
 
 class HostWeights:

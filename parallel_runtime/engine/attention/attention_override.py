@@ -196,18 +196,37 @@ class AttentionOverride(BackendOverride):
         return self._scope_specs.index(over)
 
     def _select(self, scope: int, queries: int, keys: int) -> Attend | None:
-        cross = self._cross(scope, queries, keys)
-        return super()._select(scope, queries, keys) if cross is None else partial(self._attend_split, cross, scope)
+        if scope == _NO_SCOPE:
+            if self._streams.any_split:
+                raise Unsplittable("an attention runs between blocks, where a worker has only a part of the tokens")
+            return super()._select(scope, queries, keys)
+        spec = self._scope_specs[scope]
+        over = spec if isinstance(spec, list) else [spec]
+        for kind in over:
+            if isinstance(kind, str):  # "local"
+                return super()._select(scope, queries, keys)
+            streams = kind.streams if isinstance(kind, Window) else kind
+            cross = streams if isinstance(streams, Cross) else Cross(queries=streams, keys=streams)
+            if (self._streams.local_count(cross.queries), self._streams.local_count(cross.keys)) == (queries, keys):
+                return partial(self._attend_split, cross, scope)
+        raise Unsplittable(f"an attention of {queries} over {keys} tokens fits none of {over}")
 
     def _attend_split(
         self, cross: Cross, scope: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: _NativeCall
     ) -> Tensor:
         self.split_calls += 1
         self._call = call
-        attend, spec = self._attention(cross, self._backend_for(call)), self._scope_specs[scope]
+        spec, backend = self._scope_specs[scope], self._backend_for(call)
         if isinstance(spec, Window):
             total, width = self._streams.total(spec.streams), int(spec.width)
             mask = self._streams.cached(("near", total, width), lambda: _window_mask(total, width, q.device))
+        in_order = self.previous is not None  # a node's override may choose tokens by their places
+        attend = self._attentions.get((cross, backend, in_order))
+        if attend is None:
+            attend = self._attentions[cross, backend, in_order] = ContextAttention(
+                self._mesh, self._parallelism.with_options(attention_backend=backend), self._streams,
+                cross.queries, cross.keys, fallback=lambda *inputs: self._call(*inputs), in_order=in_order,
+            )  # fmt: skip
         return attend(q, k, v, _four_dims(mask), call.scale)
 
     def _requested(self, call: _NativeCall) -> AttentionBackend:
@@ -229,32 +248,6 @@ class AttentionOverride(BackendOverride):
         name = getattr(attention, "__qualname__", type(attention).__qualname__)
         return Refused("ring.node", widget="ring_degree", ring=self._mesh.ring.size, attention=name)
 
-    def _cross(self, scope: int, queries: int, keys: int) -> Cross | None:
-        """Returns the streams of an attention with these token counts; None if it is local."""
-        if scope == _NO_SCOPE:
-            if self._streams.any_split:
-                raise Unsplittable("an attention runs between blocks, where a worker has only a part of the tokens")
-            return None
-        spec = self._scope_specs[scope]
-        over = spec if isinstance(spec, list) else [spec]
-        for kind in over:
-            if isinstance(kind, str):  # "local"
-                return None
-            streams = kind.streams if isinstance(kind, Window) else kind
-            cross = streams if isinstance(streams, Cross) else Cross(queries=streams, keys=streams)
-            if (self._streams.local_count(cross.queries), self._streams.local_count(cross.keys)) == (queries, keys):
-                return cross
-        raise Unsplittable(f"an attention of {queries} over {keys} tokens fits none of {over}")
-
-    def _attention(self, cross: Cross, backend: AttentionBackend) -> ContextAttention:
-        in_order = self.previous is not None  # a node's override may choose tokens by their places
-        if (cross, backend, in_order) not in self._attentions:
-            self._attentions[cross, backend, in_order] = ContextAttention(
-                self._mesh, self._parallelism.with_options(attention_backend=backend), self._streams,
-                cross.queries, cross.keys, fallback=lambda *inputs: self._call(*inputs), in_order=in_order,
-            )  # fmt: skip
-        return self._attentions[cross, backend, in_order]
-
 
 def by_heads(x: Tensor, size: int, heads_first: bool) -> Tensor:
     """Reshapes a tensor in ComfyUI's layout to [B, tokens, heads, head size]."""
@@ -274,32 +267,31 @@ def _four_dims(mask: Tensor | None) -> Tensor | None:
     return mask[None, None] if mask.ndim == 2 else mask.unsqueeze(1)
 
 
+_WRAPPED = ("optimized_attention", "optimized_attention_masked", "optimized_attention_for_device")
+
+
 @contextmanager
 def wrap_modules(modules: Sequence[str]) -> Iterator[None]:
     """Wraps the attention functions of these modules within this context."""
     for name in modules:
         _USERS[name] += 1
         members = vars(sys.modules[name])
-        for called in members.keys() & _WRAPPERS.keys() if _USERS[name] == 1 else ():
-            members[called] = _WRAPPERS[called](members[called])
+        for called in members.keys() & _WRAPPED if _USERS[name] == 1 else ():
+            members[called] = _with_override(members[called], chooses=called == "optimized_attention_for_device")
     yield
     _ACTIVE.clear()
     for name in modules:
         _USERS[name] -= 1
         members = vars(sys.modules[name])
-        for called in members.keys() & _WRAPPERS.keys() if not _USERS[name] else ():
+        for called in members.keys() & _WRAPPED if not _USERS[name] else ():
             members[called] = members[called].__wrapped__
 
 
-def _select_with_override(function: Callable[..., Callable[..., Tensor]]) -> Callable[..., Callable[..., Tensor]]:
-    @wraps(function)
-    def select(*args: Any, **kwargs: Any) -> Callable[..., Tensor]:
-        return _with_override(function(*args, **kwargs))
+def _with_override(function: Callable[..., Any], *, chooses: bool = False) -> Callable[..., Any]:
+    """Returns an attention function with the active override, or, where it `chooses` one, that gives it to that one."""
+    if chooses:
+        return wraps(function)(lambda *args, **kwargs: _with_override(function(*args, **kwargs)))
 
-    return select
-
-
-def _with_override(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(function)
     def call_with_override(*args: Any, **kwargs: Any) -> Tensor:
         if _ACTIVE and not kwargs.get("transformer_options"):
@@ -307,10 +299,3 @@ def _with_override(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return function(*args, **kwargs)
 
     return call_with_override
-
-
-_WRAPPERS: dict[str, Callable[..., Any]] = {
-    "optimized_attention": _with_override,
-    "optimized_attention_masked": _with_override,
-    "optimized_attention_for_device": _select_with_override,  # returns one of both
-}
