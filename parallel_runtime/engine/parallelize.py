@@ -26,7 +26,7 @@ from .attention.head_functions import TORCH, HeadAttention
 from .comm.collectives import any_rank, shared_input_scales
 from .comm.mesh import ContextMesh
 from .rows.row_division import CascadeDivision, ControlRowDivision, RowDivision
-from .split.hooks import Block, add_hooks, blocks_of_plan, run_on_frames, with_all_tokens
+from .split.hooks import Args, Block, Kwargs, add_hooks, blocks_of_plan, run_on_frames, with_all_tokens
 from .split.splitter import Residuals, Splitter
 from .split.streams import PARALLELIZED, PipeFusion, TurnEnded
 
@@ -172,7 +172,7 @@ class _TokenDivision(ExitStack):
             self.enter_context(block.module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def _divide_producer(
-        self, block: Block, name: str, spec: HeadProducer, module: nn.Module, args: tuple[Any, ...], kwargs: Any
+        self, block: Block, name: str, spec: HeadProducer, module: nn.Module, args: Args, kwargs: Kwargs
     ) -> Any:
         arguments = block.arguments_by_name(args, kwargs)
         if arguments.get(name) is None:
@@ -189,7 +189,7 @@ class _TokenDivision(ExitStack):
             name = f"{type(block).__name__} ({plan.name})"
             raise Unsplittable(f"the attention of {name} did not run on the workers' split tokens")
 
-    def _begin(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _begin(self, network: nn.Module, args: Args, kwargs: Kwargs) -> Any:
         self._clear()
         options = dict(kwargs.get(_OPTIONS) or {})
         previous = options.get(OVERRIDE)
@@ -217,7 +217,7 @@ class _TokenDivision(ExitStack):
         arguments = {name: value for name, value in kwargs.items() if name != "control"}
         shapes = tuple(leaf.shape for leaf in tree_leaves((args, arguments)) if isinstance(leaf, Tensor))
         key = (*options.get("cond_or_uncond", ()), *options.get("uuids", ()), shapes)
-        for _ in pipefusion.turns(key, lambda: self.streams.lengths):
+        for _ in pipefusion.turns(key, self.streams.lengths):
             self.streams.restart()
             self._override.active_scopes.clear()
             with suppress(TurnEnded):
@@ -246,7 +246,7 @@ class _TokenDivision(ExitStack):
 
 
 def _with_argument(
-    block: Block, name: str, replacement: Callable[[Any], Any], _: nn.Module, args: tuple[Any, ...], kwargs: Any
+    block: Block, name: str, replacement: Callable[[Any], Any], _: nn.Module, args: Args, kwargs: Kwargs
 ) -> Any:
     """Replaces one argument of a call of `block`."""
     if name in kwargs:

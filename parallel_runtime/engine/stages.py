@@ -27,7 +27,7 @@ from ..specs import Parallelism
 from .comm.collectives import Pending, all_gather_int, all_gather_v, allocate, any_rank
 from .comm.mesh import ContextMesh, MeshDim
 from .parallelize import parallelize, unparallelize
-from .split.hooks import Block, blocks_of_plan
+from .split.hooks import Args, Block, Kwargs, blocks_of_plan
 from .split.streams import streams_of
 
 log = logging.getLogger(__name__)
@@ -261,9 +261,7 @@ class Stages(ExitStack):
         self._latest_stage, self._unit = None, 0
 
     @torch.compiler.disable
-    def _note_sources(
-        self, block: Block, number: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _note_sources(self, block: Block, number: int, _: nn.Module, args: Args, kwargs: Kwargs) -> None:
         """Runs before the arguments are split: a split makes other tensors."""
         if number < self._unit and not block.module_plan.repeats:
             raise Unsplittable(f"{block.module_plan.name} runs in another order than its plan says", "pipeline_degree")
@@ -272,7 +270,7 @@ class Stages(ExitStack):
         self._sources = [getattr(tensor, STAGE_ATTRIBUTE, self._latest_stage) for tensor in tokens]
 
     @torch.compiler.disable
-    def _transfer(self, block: Block, owner: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _transfer(self, block: Block, owner: int, _: nn.Module, args: Args, kwargs: Kwargs) -> Any:
         local_stage = self._mesh_dim.index
         tokens = [each for each in block.hidden_states(args, kwargs) if isinstance(each, Tensor)]
         if owner != local_stage:
@@ -370,7 +368,7 @@ class OwnedModules:
             self._exchange(self.dim, self.dim.index, tensor.contiguous().view(-1), tensor.numel())
         return output
 
-    def _receive(self, owner: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _receive(self, owner: int, args: Args, kwargs: Kwargs) -> Any:
         """Returns the output on the first argument's device. What the module overwrites is overwritten here too."""
         note, inputs = self._exchange_note(owner), tree_flatten((args, kwargs))[0]
         if isinstance(note, str):

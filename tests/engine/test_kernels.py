@@ -216,11 +216,11 @@ def test_a_kernel_for_some_sizes_of_heads_says_so(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(registry, "_imported", CHOOSY.get)
     flash = registry.FUNCTIONS["flash"]
-    limited = replace(flash, spec=replace(flash.spec, head_dims=(64, 128)))
+    limited = replace(flash, spec=replace(flash.spec, head_multiple=64))
     with FakeTensorMode():
         fits, other = (torch.empty(1, 8, 2, size, device="cuda", dtype=torch.bfloat16) for size in (64, 96))
         assert limited.unsupported_reason(fits, fits, fits, None) == ""
-        assert limited.unsupported_reason(other, other, other, None) == "it takes heads of 64 or 128, not of 96"
+        assert limited.unsupported_reason(other, other, other, None) == "it takes heads of a multiple of 64, not of 96"
 
 
 def _fake_attention(

@@ -168,7 +168,7 @@ class AttentionOverride(BackendOverride):
         """Begins a forward, for which a node has set `previous`. Wrapped functions use this override until `end`."""
         self._ring_kernel = "" if previous is None else ring_backend(attention_called_by(previous))
         if previous is not None and self._mesh.ring.size > 1 and not self._ring_kernel:
-            raise self._has_no_lse(previous)
+            raise self.has_no_lse(previous)
         if previous is not None and not attends_each_head(previous):
             raise Refused("attention.all_heads", option=OVERRIDE)
         self.previous = previous
@@ -241,10 +241,11 @@ class AttentionOverride(BackendOverride):
             return FALLBACK
         kernel = ring_backend(name)
         if self.preferred and not kernel:
-            raise self._has_no_lse(call.function)
+            raise self.has_no_lse(call.function)
         return kernel or self._backend
 
-    def _has_no_lse(self, attention: Any) -> Refused:
+    def has_no_lse(self, attention: Any) -> Refused:
+        """Returns the refusal of an attention that a ring cannot have, since it gives no log-sum-exp."""
         name = getattr(attention, "__qualname__", type(attention).__qualname__)
         return Refused("ring.node", widget="ring_degree", ring=self._mesh.ring.size, attention=name)
 

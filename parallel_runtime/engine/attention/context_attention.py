@@ -169,7 +169,7 @@ class ContextAttention:
         """Returns the rows of the full attention of this rank's local tokens; tensors are [B, local tokens, H, D].
 
         Keys and values may have fewer heads, each for a group of neighbouring query heads. `mask` is a key-padding
-        mask, see `gather_key_mask`, or a full mask of pairs, see `pair_mask`. Collective over the context ranks."""
+        mask, see `gather_key_mask`, or a full mask of pairs of tokens. Collective over the context ranks."""
         if torch.compiler.is_compiling():
             return dispatch.attend_op(query, key, value, mask, scale, self._op_id, [])
         return self._run(query, key, value, mask, scale)
@@ -183,7 +183,7 @@ class ContextAttention:
         q, k, v = layout.queries.to_chunks(query), layout.keys.to_chunks(key), layout.keys.to_chunks(value)
         attend = self._attend_heads if self.mesh.ulysses.size == 1 else self._attend_ulysses
         out = attend(layout, scale, q, k, v, full_mask)
-        return layout.queries.from_chunks(out, self._gather_replicated)
+        return layout.queries.from_chunks(out, self.mesh.context)
 
     def _make_layout(self, query: Tensor, key: Tensor) -> AttentionLayout:
         """Takes [B, local tokens, H, D]; raises Refused for other token counts."""
@@ -212,12 +212,6 @@ class ContextAttention:
             repeat_keys=repeat,
             head_chunks=chunks,
         )
-
-    def _gather_replicated(self, chunk: Tensor, length: int) -> Tensor:
-        """Gathers [B, local tokens, H, D] of every rank to [B, `length`, H, D] on each."""
-        mesh_dim = self.mesh.context
-        (output,) = all_gather_v(chunk.transpose(0, 1), chunk_sizes(length, mesh_dim.parts), mesh_dim).wait()
-        return output.transpose(0, 1)
 
     def _full_mask(self, mask: Tensor, query: Tensor, layout: AttentionLayout) -> Mask:
         """Returns the mask of all keys; the same mask in the next layer is not gathered again."""

@@ -120,8 +120,9 @@ def attend_block(
 ) -> tuple[Tensor, Tensor]:
     """Attends over one block of keys: returns the output [B, Sq, H, D] and its log-sum-exp [B, Sq, H, 1], float32.
 
-    `bias` is [B, 1 or H, 1 or Sq, Sk], finite (see `masks.additive`). Where it hides the whole block the output is
-    finite and its log-sum-exp hugely negative. What `backend` has no kernel for goes where it would with "native"."""
+    `bias` is [B, 1 or H, 1 or Sq, Sk], finite, as `additive` of context_attention.py makes it. Where it hides the whole
+    block the output is finite and its log-sum-exp hugely negative. What `backend` has no kernel for goes where it would
+    with "native"."""
     key, value = repeat_kv(key, query.shape[2]), repeat_kv(value, query.shape[2])
     if (kernel := FUNCTIONS.get(backend)) is not None:
         result = _try(

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from ...accelerators import FALLBACK
 from ...architectures.split_plan import Cross, HeadFunction, HeadProducer
-from ...errors import Refused
 from ...specs import Parallelism
 from ..comm.mesh import ContextMesh
 from ..split.hooks import Replaced
@@ -54,8 +53,7 @@ class HeadAttention:
     def produced(self, owner: nn.Module, spec: HeadProducer, full: Any, function: Function) -> Function:
         """Returns `function`, which attends in the place of a module of `owner`, for this rank's tokens."""
         if self._mesh.ring.size > 1:
-            name = getattr(function, "__qualname__", type(function).__qualname__)
-            raise Refused("ring.node", widget="ring_degree", ring=self._mesh.ring.size, attention=name)
+            raise self._override.has_no_lse(function)
         module: Any = owner.get_submodule(spec.module)
         layers = [getattr(module, spec.qkv), *filter(None, [getattr(module, spec.gate, None)])]
 

@@ -12,9 +12,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
-from torch.torch_version import TorchVersion
 
-from ...accelerators import KERNELS, AttentionKernel, version_of
+from ...accelerators import KERNELS, AttentionKernel
 
 # [B, tokens, heads, D] of queries, keys and values, a mask or bias, a scale; to an output of the queries' shape.
 FullAttention = Callable[[Tensor, Tensor, Tensor, Tensor | None, float | None], Tensor]
@@ -24,7 +23,6 @@ AttentionFunction = Callable[[Tensor, Tensor, Tensor, Tensor | None, float | Non
 CUDNN_GRAPHS_VERSION = 91500  # below, what it computes in a CUDA graph may be wrong (NVIDIA/TransformerEngine#2344)
 _HALF = (torch.float16, torch.bfloat16)
 _OLDEST_GPU = (8, 0)  # its compute capability
-_OLDEST = {kernel.package: kernel.min_version for kernel in KERNELS.values() if kernel.min_version}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +46,11 @@ class KernelFunction:
         """Returns why it cannot be used here on any tensor: its package or cuDNN is missing. "" if it can."""
         if self.spec.cudnn and torch.version.hip is not None:
             return "ROCm has no cuDNN"
-        return package_missing_reason(self.spec.package, self.spec.function) if self.spec.package else ""
+        if not self.spec.package:
+            return ""
+        if not self.spec.new_enough:
+            return f"it needs {self.spec.package} {self.spec.min_version} or newer"
+        return package_missing_reason(self.spec.package, self.spec.function)
 
     def unusable_reason(self, *tensors: Tensor) -> str:
         """Returns why the kernel takes nothing of the device, dtypes and head sizes of `tensors`; "" if no reason is
@@ -64,8 +66,6 @@ class KernelFunction:
             return f"it takes heads of up to {self.spec.max_head_dim}, not of {size}"
         if size % self.spec.head_multiple:
             return f"it takes heads of a multiple of {self.spec.head_multiple}, not of {size}"
-        if self.spec.head_dims and size not in self.spec.head_dims:
-            return f"it takes heads of {' or '.join(map(str, self.spec.head_dims))}, not of {size}"
         if device.type == "cuda" and torch.cuda.get_device_capability(device) < _OLDEST_GPU:
             return "this GPU is too old for it"
         return ""
@@ -74,8 +74,6 @@ class KernelFunction:
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, with_lse: bool = False
     ) -> str:
         """Returns why the kernel does not take these, `with_lse` with their log-sum-exp; "" if no reason is known."""
-        if with_lse and not self.spec.log_sum_exp:
-            return "it gives no log-sum-exp"
         if with_lse and mask is not None:
             return "it gives no log-sum-exp with a mask"
         if reason := self.unusable_reason(query, key, value):
@@ -105,13 +103,9 @@ def package_missing_reason(package: str, function: str = "") -> str:
 def _imported(package: str) -> Any:
     """Returns the package, or why there is none. Wheels built for another PyTorch raise any of these errors."""
     try:
-        module = importlib.import_module(package)
+        return importlib.import_module(package)
     except (ImportError, OSError, RuntimeError) as error:
         return f"it needs the package {package}: {error}"
-    version, oldest = version_of(package), _OLDEST.get(package, "0")
-    if version is not None and TorchVersion(version) < oldest:
-        return f"it needs {package} {oldest} or newer"
-    return module
 
 
 def cudnn_supports_graphs() -> bool:

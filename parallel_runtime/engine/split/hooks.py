@@ -28,6 +28,9 @@ from ..comm.mesh import MeshDim
 from .splitter import Splitter
 from .streams import Streams
 
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
 
 class Replaced(TorchFunctionMode):
     """Within this context calls `replacement` in the place of a function of torch, `once` or always."""
@@ -97,7 +100,7 @@ class Block:
     scopes: list[tuple[nn.Module, plans.AttentionSpecs]]
     parameters: list[str]
 
-    def check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def check_arguments(self, args: Args, kwargs: Kwargs) -> None:
         """Raises Refused for an argument that the plan does not name: ignored, it would make a wrong result."""
         only_counts = all(isinstance(spec, plans.Gather | plans.Count) for _, spec in self.specs.values())
         if only_counts and self.module_plan.frames is None and self.module_plan.tail is None:
@@ -111,16 +114,13 @@ class Block:
             name = f"{self.module_plan.name} ({type(self.module).__name__})"
             raise Unsplittable(f"{name} gets {', '.join(unknown)}, which its plan does not name")
 
-    def arguments_by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:
+    def arguments_by_name(self, args: Args, kwargs: Kwargs) -> dict[Any, Any]:
         """Returns the arguments by name; by index where they have none."""
         return {self.parameters[n] if n < len(self.parameters) else n: value for n, value in enumerate(args)} | kwargs
 
     def replace_arguments(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        replacement: Callable[[str | int, Any, plans.SplitSpec], Any],
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self, args: Args, kwargs: Kwargs, replacement: Callable[[str | int, Any, plans.SplitSpec], Any]
+    ) -> tuple[Args, Kwargs]:
         """Returns the call with each argument of the plan replaced by `replacement(name, value, spec)`."""
         positional = list(args)
         for name, (index, spec) in self.specs.items():
@@ -130,7 +130,7 @@ class Block:
                 positional[index] = replacement(name, positional[index], spec)
         return tuple(positional), kwargs
 
-    def hidden_states(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    def hidden_states(self, args: Args, kwargs: Kwargs) -> list[Any]:
         """Returns the hidden states among the arguments, in the plan's order."""
         names = dict(zip(self.module_plan.args, self.specs, strict=True))  # a plan may give a position instead
         arguments = self.arguments_by_name(args, kwargs)
@@ -197,7 +197,7 @@ def add_hooks(block: Block, splitter: Splitter) -> list[RemovableHandle]:
 
 
 @torch.compiler.disable
-def _split_inputs(block: Block, splitter: Splitter, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _split_inputs(block: Block, splitter: Splitter, _: nn.Module, args: Args, kwargs: Kwargs) -> Any:
     block.check_arguments(args, kwargs)
     plan = block.module_plan
     splitter.begin_call(id(block.module))
@@ -284,7 +284,7 @@ class _LocalFrames:
     @classmethod
     def of(cls, splitter: Splitter, stream: str, tokens: int, frames: int) -> _LocalFrames:
         """Returns the frames of this rank's part of `stream`, whose first `tokens` are of `frames` frames."""
-        start, chunk_tokens = splitter.local_chunk(stream)
+        start, chunk_tokens = splitter.chunk(stream)
         start = start if chunk_tokens else 0  # a dummy token is a copy of the first
         size = tokens // frames
         end = min(start + splitter.local_count((stream,)), tokens)

@@ -93,7 +93,7 @@ class Splitter(Streams):
                 return value if spec.after else self.gather(value, spec.streams, spec.dim, where)
             case Count():  # of the stream that is not known yet, the last of all that are
                 length = value.shape[spec.dim] if isinstance(value, Tensor) else value
-                counted = next((stream for stream in spec.streams if not self.is_known(stream)), spec.streams[-1])
+                counted = next((stream for stream in spec.streams if stream not in self.lengths), spec.streams[-1])
                 others = self.total(tuple(stream for stream in spec.streams if stream != counted))
                 self.record_length(counted, length - others, where)
                 return value
@@ -135,9 +135,9 @@ class Splitter(Streams):
         (stream, *more_streams) = spec.streams
         if spec.repeats and stream not in self._split_streams:
             self.restart()
-        if not more_streams and not self.is_known(stream):
+        if not more_streams and stream not in self.lengths:
             self._shapes[spec.streams] = shape
-        if not any(map(self.is_known, spec.streams)):
+        if self.lengths.keys().isdisjoint(spec.streams):
             # No block of several streams has run, as where a node skips a stack: the last one gets all tokens.
             for name in spec.streams:
                 self.record_length(name, shape.numel() if name == spec.streams[-1] else 0, where)
@@ -205,7 +205,7 @@ class Splitter(Streams):
         """Returns `before` plus the index, among this rank's tokens, of a position in the concatenated full streams."""
         for stream in streams:
             length, local = self.length(stream), self.local_count((stream,))
-            start = 0 if stream in self.replicated else self.local_chunk(stream)[0]
+            start = 0 if stream in self.replicated else self.chunk(stream)[0]
             before += min(max(min(at, length) - start, 0), local)
             at = max(at - length, 0)
         return before
@@ -230,7 +230,7 @@ class Splitter(Streams):
             raise _wrong_length("a residual", value.shape[1], (stream,), length)
         if value.shape[1] == length or stream in self.replicated:
             return self._local(value, (stream,), 1)
-        start, size = self.local_chunk(stream)
+        start, size = self.chunk(stream)
         return value[:, start : start + size]
 
     def gather(self, value: Any, streams: Names, dim: int, where: str) -> Any:
@@ -281,7 +281,7 @@ class Splitter(Streams):
         (stream,) = tail.streams
         gathered = []
         for number, (part, (start, end)) in enumerate(zip(output, self._ranges, strict=True)):
-            chunks = [self._rank_chunk(stream, index) for index in range(self._mesh_dim.size)]
+            chunks = [self.chunk(stream, index) for index in range(self._mesh_dim.size)]
             sizes = [max(0, min(end, first + size) - max(start, first)) for first, size in chunks]
             gathered.append(self._gather_chunks(part, sizes, tail.dim, (where, number)))
         if any(part is None for part in gathered):
