@@ -83,7 +83,7 @@ class _TokenDivision(ExitStack):
         self._plan = plan
         self._ranks = mesh.context
         self._override = AttentionOverride(self.streams, mesh, parallelism)
-        self._heads = HeadAttention(self.streams, self._override, mesh, parallelism)
+        self._heads = HeadAttention(self.streams, self._override, mesh)
         self._split_calls: list[int] = []  # before each of the blocks in progress
         if plan.ulysses_only and mesh.ring.size > 1:
             raise Refused("ring.node", widget="ring_degree", ring=mesh.ring.size, attention=plan.ulysses_only)

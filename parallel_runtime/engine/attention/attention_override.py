@@ -26,6 +26,7 @@ from ..split.streams import Streams
 from .context_attention import ContextAttention
 from .dispatch import attend_op, register, try_kernel, warn_once
 from .registry import FUNCTIONS
+from .ring_and_ulysses import MAX_HEAD_CHUNKS
 
 Attention = Callable[..., Tensor]  # ComfyUI's, called as its optimized_attention
 Override = Callable[..., Tensor]  # called with the native attention function, then with its arguments
@@ -159,9 +160,9 @@ class AttentionOverride(BackendOverride):
         self._streams = streams
         self._mesh = mesh
         self._parallelism = parallelism
-        self._call: _NativeCall  # the latest
+        self._call: Callable[..., Tensor]  # the latest
         self._scope_specs: list[AttentionSpecs] = []  # by scope
-        self._attentions: dict[tuple[Cross, AttentionBackend, bool], ContextAttention] = {}
+        self._attentions: dict[tuple[Cross, AttentionBackend, bool, int], ContextAttention] = {}
         self._ring_kernel = ""  # what a node's override calls
 
     def begin(self, previous: Override | None) -> None:
@@ -214,20 +215,28 @@ class AttentionOverride(BackendOverride):
     def _attend_split(
         self, cross: Cross, scope: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: _NativeCall
     ) -> Tensor:
-        self.split_calls += 1
-        self._call = call
-        spec, backend = self._scope_specs[scope], self._backend_for(call)
+        # A node's override may choose tokens by their places.
+        attend = self.across(cross, call, self._backend_for(call), in_order=self.previous is not None)
+        spec = self._scope_specs[scope]
         if isinstance(spec, Window):
             total, width = self._streams.total(spec.streams), int(spec.width)
             mask = self._streams.cached(("near", total, width), lambda: _window_mask(total, width, q.device))
-        in_order = self.previous is not None  # a node's override may choose tokens by their places
-        attend = self._attentions.get((cross, backend, in_order))
-        if attend is None:
-            attend = self._attentions[cross, backend, in_order] = ContextAttention(
-                self._mesh, self._parallelism.with_options(attention_backend=backend), self._streams,
-                cross.queries, cross.keys, fallback=lambda *inputs: self._call(*inputs), in_order=in_order,
-            )  # fmt: skip
         return attend(q, k, v, _four_dims(mask), call.scale)
+
+    def across(
+        self, cross: Cross, call: Callable[..., Tensor], backend: AttentionBackend, *, in_order: bool,
+        max_chunks: int = MAX_HEAD_CHUNKS,
+    ) -> ContextAttention:  # fmt: skip
+        """Returns the attention over all ranks for the streams of `cross`, whose fallback is `call` from now on."""
+        self.split_calls += 1
+        self._call = call
+        attention = self._attentions.get((cross, backend, in_order, max_chunks))
+        if attention is None:
+            attention = self._attentions[cross, backend, in_order, max_chunks] = ContextAttention(
+                self._mesh, self._parallelism.with_options(attention_backend=backend), self._streams, cross.queries,
+                cross.keys, fallback=lambda *inputs: self._call(*inputs), max_chunks=max_chunks, in_order=in_order,
+            )  # fmt: skip
+        return attention
 
     def _requested(self, call: _NativeCall) -> AttentionBackend:
         """Returns what a node chose, else the widget's backend, or with auto what ComfyUI's flags or the file chose:
