@@ -70,10 +70,10 @@ class Graph:
                 try:
                     with constants.for_capture():
                         self.out = run()
-                except FAILURES as error:
-                    failed = _describe(error)  # the end of the capture would raise another error instead
+                except FAILURES as error:  # the end of the capture would raise another error instead
+                    failed = f"{type(error).__name__}: {error}"
         except RuntimeError as error:
-            failed = failed or _describe(error)
+            failed = failed or f"{type(error).__name__}: {error}"
             torch.cuda.set_stream(stream)
             if begun:
                 _leave_pool(self._graph, pool)
@@ -123,10 +123,6 @@ def _call_if_known(name: str, *args: Any) -> None:
     if (function := getattr(torch._C, name, None)) is not None:
         with suppress(RuntimeError):
             function(*args)
-
-
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 class Constants(TorchFunctionMode):
