@@ -161,8 +161,7 @@ class GraphRunner:
     and `eager_reason` why it must stay eager now, or ""; the first and the last may raise Unrecordable. `any_rank`
     combines a flag of all ranks that share a forward, which record, replay and stay eager alike. `on_recording` is
     called with True when a recording begins and with False at its end. `other_models_bytes` is the size of other
-    models' recordings. `before_timing` is called before the deciding measurement, to stop communication timers, which
-    slow it."""
+    models' recordings. `before_timing`, before the deciding measurement, stops communication timers, which slow it."""
 
     network: nn.Module
     device: torch.device

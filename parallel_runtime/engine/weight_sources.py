@@ -219,8 +219,7 @@ def _map_file(file: int, size: int) -> Tensor:
 
 
 def _succeeds(result: Any, device: torch.device) -> bool:
-    """Returns whether a CUDA call did; clears the error of one that failed, which PyTorch raises after the next kernel:
-    launches a dummy kernel."""
+    """Returns whether a CUDA call did; of one that failed clears the error, which the next kernel would raise."""
     if int(result) == 0:
         return True
     with contextlib.suppress(RuntimeError):

@@ -46,10 +46,6 @@ class _NativeCall:
     function: Attention
     options: dict[str, Any]
 
-    @property
-    def scale(self) -> float | None:
-        return self.options.get("scale")
-
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, _: float | None = None) -> Tensor:
         """Takes and returns [B, tokens, heads, head size]; the scale is among the options."""
         heads = q.shape[2]
@@ -76,8 +72,7 @@ class BackendOverride:
     """Runs attention with the chosen backend's kernel; calls that it does not support go to ComfyUI's attention.
 
     `active_scopes` are the indices of the entered scopes, innermost last; `previous` is an override set by a node.
-    `preferred` are the functions that the file chose for the attentions that run now, which ComfyUI calls where no node
-    has an override."""
+    `preferred` are the functions that the file chose for attentions that run now: ComfyUI's, without an override."""
 
     def __init__(self, backend: AttentionBackend) -> None:
         self.active_scopes: list[int] = []
@@ -133,7 +128,7 @@ class BackendOverride:
         return None if self.previous or self._backend == "auto" else self._attempt
 
     def _attempt(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: _NativeCall) -> Tensor | None:
-        return try_kernel(q, k, v, _four_dims(mask), call.scale, self._backend_for(call))
+        return try_kernel(q, k, v, _four_dims(mask), call.options.get("scale"), self._backend_for(call))
 
     def _backend_for(self, call: _NativeCall) -> AttentionBackend:
         """Returns the chosen backend, alike on all ranks; FALLBACK where a node attends or for high precision."""
@@ -221,7 +216,7 @@ class AttentionOverride(BackendOverride):
         if isinstance(spec, Window):
             total, width = self._streams.total(spec.streams), int(spec.width)
             mask = self._streams.cached(("near", total, width), lambda: _window_mask(total, width, q.device))
-        return attend(q, k, v, _four_dims(mask), call.scale)
+        return attend(q, k, v, _four_dims(mask), call.options.get("scale"))
 
     def across(
         self, cross: Cross, call: Callable[..., Tensor], backend: AttentionBackend, *, in_order: bool,

@@ -24,8 +24,7 @@ class Mask:
     """The mask of all keys of an attention, for the queries of this rank: `pairs` [1 or B, 1 or heads, 1 or queries,
     keys], bool or additive float, keys in context order.
 
-    What layers ask for repeatedly is cached. `kind` is the same on all ranks, however few heads and
-    queries one has."""
+    What layers ask for repeatedly is cached. `kind` is the same on all ranks, however few heads one has."""
 
     def __init__(self, pairs: Tensor, kind: dispatch.MaskKind) -> None:
         self.pairs = pairs
@@ -132,8 +131,7 @@ def _tokens_first(mask: Tensor, batch: int, heads: int) -> Tensor:
 class AttentionLayout:
     """The sizes and transfers of one attention: computed once a forward, from shapes alone, so the same on all ranks.
 
-    `key_counts` are the numbers of key tokens at each ring index. `repeat_keys`: repeat key heads first, so that each
-    query head has its own."""
+    `key_counts` are the key tokens at each ring index. `repeat_keys`: first, so that each query head has its own."""
 
     queries: LocalTokens
     keys: LocalTokens

@@ -120,9 +120,8 @@ def attend_block(
 ) -> tuple[Tensor, Tensor]:
     """Attends over one block of keys: returns the output [B, Sq, H, D] and its log-sum-exp [B, Sq, H, 1], float32.
 
-    `bias` is [B, 1 or H, 1 or Sq, Sk], finite, as `additive` of context_attention.py makes it. Where it hides the whole
-    block the output is finite and its log-sum-exp hugely negative. What `backend` has no kernel for goes where it would
-    with "native"."""
+    `bias` is [B, 1 or H, 1 or Sq, Sk], finite, as `additive` of context_attention.py makes it. Of a hidden block the
+    output is finite, its log-sum-exp hugely negative. What `backend` has no kernel for goes where "native" would."""
     key, value = repeat_kv(key, query.shape[2]), repeat_kv(value, query.shape[2])
     if (kernel := FUNCTIONS.get(backend)) is not None:
         result = _try(
@@ -258,23 +257,20 @@ def choose_kernel(
 
 def _works_on_all(name: str, query: Tensor, kind: AttentionKind, mesh_dim: MeshDim, *, requested: bool) -> bool:
     """Returns whether every rank has this kernel and computes correctly with it; the ranks ask each other once."""
-    if isinstance(query, FakeTensor):  # nothing can be computed, and nobody asked
-        return _is_for(name, query, requested)
     key, known = (name, kind, mesh_dim.ranks, requested), mesh_dim.group_state.working_kernels
-    if key not in known:
-        if query.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return False
-        works = _is_for(name, query, requested) and _is_accurate(name, kind, query.device, requested)
-        known[key] = not any_rank(not works, mesh_dim)
-    return known[key]
-
-
-def _is_for(name: str, query: Tensor, requested: bool) -> bool:
-    """Returns whether this rank's GPU has the kernel, and auto takes it there, unless it is `requested`."""
+    is_fake = isinstance(query, FakeTensor)
+    if key in known and not is_fake:
+        return known[key]
     kernel = FUNCTIONS[name]
-    if kernel.unusable_reason(query):
+    usable = not kernel.unusable_reason(query)
+    # Auto takes it on some GPUs only.
+    usable = usable and (requested or torch.cuda.get_device_capability(query.device)[0] in kernel.spec.auto_on)
+    if is_fake:  # nothing can be computed, and nobody asked
+        return usable
+    if query.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return False
-    return requested or torch.cuda.get_device_capability(query.device)[0] in kernel.spec.auto_on
+    known[key] = not any_rank(not (usable and _is_accurate(name, kind, query.device, requested)), mesh_dim)
+    return known[key]
 
 
 def _is_accurate(name: str, kind: AttentionKind, device: torch.device, requested: bool) -> bool:

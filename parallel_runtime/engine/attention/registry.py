@@ -1,5 +1,4 @@
-"""The function of every kernel in accelerators.KERNELS, as PyTorch and the packages of that table have it. Knows no
-ranks and no other way to attend."""
+"""The function of every kernel in accelerators.KERNELS, as PyTorch and its packages have it. Knows no ranks."""
 
 import importlib
 from collections.abc import Callable

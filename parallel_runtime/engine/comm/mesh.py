@@ -1,6 +1,4 @@
-"""This rank's place among pipeline x data x cfg x ring x ulysses ranks, with the groups to talk to.
-
-Built once, then frozen."""
+"""This rank's place among pipeline x data x cfg x ring x ulysses ranks, with the groups to talk to: built once."""
 
 from __future__ import annotations
 
@@ -69,8 +67,7 @@ class ContextMesh:
     """`context` is ring and ulysses together, ring-major: the ranks that share one sequence. `pipeline` is those that
     have the same place in each stage.
 
-    `device_mesh` is the one-dim DeviceMesh of the context ranks (None: a single rank), for sharding weights over them.
-    """
+    `device_mesh` is the one-dim DeviceMesh of the context ranks (None: a single rank), to shard weights over them."""
 
     pipeline: MeshDim = field(default_factory=MeshDim)
     data: MeshDim = field(default_factory=MeshDim)

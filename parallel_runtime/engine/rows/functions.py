@@ -1,6 +1,5 @@
 """This rank's rows (dim -2; or columns, -1) of every activation, and torch's functions on them: with the neighbours'
-rows, which travel while the inside is computed; with all ranks' statistics or keys; on these rows only where no other
-matters; or refused."""
+rows, which travel while the inside is computed; with all ranks' statistics or keys; on these rows alone; or refused."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

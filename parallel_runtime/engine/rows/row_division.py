@@ -142,11 +142,10 @@ class RowDivision(ExitStack):
     def undivided(self) -> Iterator[None]:
         """Layers and attentions in this context see full tensors."""
         levels, self._levels = self._levels, None
-        self._override.active_scopes.append(self._local)
         try:
-            yield
+            with self._override.undivided():
+                yield
         finally:
-            self._override.active_scopes.pop()
             self._levels = levels
 
     @property

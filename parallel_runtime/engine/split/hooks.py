@@ -52,8 +52,7 @@ class Replaced(TorchFunctionMode):
 def with_all_tokens(
     forward: Callable[..., Any], function: plans.TokenFunction, stream: str, streams: Streams, ranks: MeshDim
 ) -> Callable[..., Any]:
-    """Returns a module's forward whose first `function` takes this rank's tokens of `stream` and all others into
-    account."""
+    """Returns a module's forward whose first `function` takes the tokens of `stream` of all ranks into account."""
     torchs, handler = (F.conv1d, _convolution) if function == "convolution" else (torch.matmul, _sum)
 
     @torch.compiler.disable

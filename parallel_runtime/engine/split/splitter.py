@@ -1,6 +1,4 @@
-"""Applies a split plan to the values of one forward: splits full ones over the ranks, gathers them again.
-
-Knows no module and no attention."""
+"""Applies a split plan to the values of one forward: splits full ones over the ranks, gathers them again."""
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
@@ -60,13 +58,14 @@ class Splitter(Streams):
         other tokens of a stream that goes through the blocks in turns, with a length of their own."""
         if self._call == 1 or not self._in_turns:
             return spec
-        if isinstance(spec, Index):
-            return replace(spec, stream=self._of_call(spec.stream))
-        streams = getattr(spec, "streams", None)
-        return spec if streams is None else replace(spec, streams=tuple(map(self._of_call, streams)))
 
-    def _of_call(self, stream: str) -> str:
-        return f"{stream} {self._call}" if stream in self._in_turns else stream
+        def of_call(stream: str) -> str:
+            return f"{stream} {self._call}" if stream in self._in_turns else stream
+
+        if isinstance(spec, Index):
+            return replace(spec, stream=of_call(spec.stream))
+        streams = getattr(spec, "streams", None)
+        return spec if streams is None else replace(spec, streams=tuple(map(of_call, streams)))
 
     def is_split(self, stream: str) -> bool:
         """Returns whether the network's variables contain this rank's part of `stream` at this moment."""
