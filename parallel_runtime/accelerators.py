@@ -41,17 +41,15 @@ class AttentionKernel:
     return_attn_probs=True, and returns (output, log-sum-exp [B, heads, queries] of the scaled scores to base e, ...); a
     kernel with "" has its own function in engine/attention/registry.py.
 
-    It runs on these kinds of `devices`, with heads of up to `max_head_dim`, of a multiple of `head_multiple` (of
-    `head_dims` only, if there are any), and takes a mask where `masks` is set. With `log_sum_exp` it also returns that
-    for attention without a mask, as a ring needs. `cudnn` marks a kernel of cuDNN: ROCm has none, and some versions
-    must not be in a CUDA graph. `low_precision` marks one that not every attention of a network tolerates. `comfyui` is
-    the name of ComfyUI's attention function that calls it: where a user chose that function, a ring's blocks have this
-    kernel.
+    It runs on these kinds of `devices` (torch's: "cuda" is AMD's too), with heads of up to `max_head_dim`, multiples of
+    `head_multiple`, and takes a mask where `masks` is set; without one it also returns the log-sum-exp, as a ring
+    needs. `cudnn` marks a kernel of cuDNN: ROCm has none, and some versions must not be in a CUDA graph.
+    `low_precision` marks one that not every attention of a network tolerates. `comfyui` is the name of ComfyUI's
+    attention function that calls it: where a user chose that function, a ring's blocks have this kernel.
 
-    `devices` are torch's types: "cuda" is AMD's too. `auto_on` are the (major) compute capabilities on which "auto"
-    takes it, for a ring's blocks and for full keys: on them it was the fastest in every measurement
-    (tests/bench/RESULTS.md, "Kernels"). Elsewhere full keys have ComfyUI's own attention, and blocks PyTorch's flash.
-    """
+    `auto_on` are the (major) compute capabilities on which "auto" takes it, for a ring's blocks and for full keys: on
+    them it was the fastest in every measurement (tests/bench/RESULTS.md, "Kernels"). Elsewhere full keys have ComfyUI's
+    own attention, and blocks PyTorch's flash."""
 
     name: str
     package: str = ""
@@ -60,9 +58,7 @@ class AttentionKernel:
     devices: tuple[str, ...] = ("cuda",)
     max_head_dim: int = 256
     head_multiple: int = 1
-    head_dims: tuple[int, ...] = ()
     masks: bool = False
-    log_sum_exp: bool = True
     cudnn: bool = False
     low_precision: bool = False
     comfyui: str = ""

@@ -22,7 +22,7 @@ choice = pytest.importorskip("parallel_runtime.engine.attention.dispatch")
 kernels = pytest.importorskip("parallel_runtime.engine.attention.dispatch")
 registry = pytest.importorskip("parallel_runtime.engine.attention.registry")
 mesh = pytest.importorskip("parallel_runtime.engine.comm.mesh")
-masks = pytest.importorskip("parallel_runtime.engine.attention.masks")
+masks = pytest.importorskip("parallel_runtime.engine.attention.context_attention")
 
 from .engine.reference import attention, random_problem  # noqa: E402
 
@@ -124,7 +124,7 @@ def test_a_function_like_flash_attn_func_has_no_mask() -> None:
 def test_a_new_row_of_kernels_is_an_option_is_refused_by_its_columns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    spec = AttentionKernel(name="mine", devices=("xpu",), package="nobody_has_it", log_sum_exp=False)
+    spec = AttentionKernel(name="mine", devices=("xpu",), package="nobody_has_it")
     monkeypatch.setitem(KERNELS, "mine", spec)
     request = ParallelRequest(options=EngineOptions(attention_backend="mine"))
     with pytest.raises(Refused, match="mine needs XPU GPUs, and the workers run on cuda:0"):
@@ -134,4 +134,5 @@ def test_a_new_row_of_kernels_is_an_option_is_refused_by_its_columns(
     query = torch.empty(1, 8, 2, 64, dtype=torch.bfloat16)
     kernel = registry.KernelFunction(spec=spec, function=lambda q, *_: (q, None))
     assert kernel.unsupported_reason(query, query, query, None) == "it needs a XPU GPU, and the tensors are on cpu"
-    assert kernel.unsupported_reason(query, query, query, None, with_lse=True) == "it gives no log-sum-exp"
+    masked = kernel.unsupported_reason(query, query, query, query, with_lse=True)
+    assert masked == "it gives no log-sum-exp with a mask"

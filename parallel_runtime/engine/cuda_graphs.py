@@ -8,7 +8,7 @@ import gc
 import importlib
 import json
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -70,10 +70,10 @@ class Graph:
                 try:
                     with constants.for_capture():
                         self.out = run()
-                except FAILURES as error:
-                    failed = _describe(error)  # the end of the capture would raise another error instead
+                except FAILURES as error:  # the end of the capture would raise another error instead
+                    failed = f"{type(error).__name__}: {error}"
         except RuntimeError as error:
-            failed = failed or _describe(error)
+            failed = failed or f"{type(error).__name__}: {error}"
             torch.cuda.set_stream(stream)
             if begun:
                 _leave_pool(self._graph, pool)
@@ -114,9 +114,8 @@ def _leave_pool(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
     with suppress(RuntimeError):
         graph.pool()  # RuntimeError: the capture did not end; of one that did, the graph releases the pool
         return
-    device = torch.cuda.current_device()
-    _call_if_known("_cuda_endAllocateToPool", device, pool)  # RuntimeError: PyTorch has done this already
-    _call_if_known("_cuda_releasePool", device, pool)
+    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):  # RuntimeError: PyTorch has done this already
+        _call_if_known(name, torch.cuda.current_device(), pool)
 
 
 def _call_if_known(name: str, *args: Any) -> None:
@@ -124,10 +123,6 @@ def _call_if_known(name: str, *args: Any) -> None:
     if (function := getattr(torch._C, name, None)) is not None:
         with suppress(RuntimeError):
             function(*args)
-
-
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 class Constants(TorchFunctionMode):
@@ -220,16 +215,6 @@ class Constants(TorchFunctionMode):
         return pinned
 
 
-@contextmanager
-def without_constants() -> Iterator[None]:
-    """Disables Constants for compiled code, which would be compiled anew for another mode."""
-    if isinstance(_get_current_function_mode(), Constants):
-        with _pop_mode_temporarily():
-            yield
-    else:
-        yield
-
-
 def cached_results(network: nn.Module) -> list[Tensor]:
     """Returns the tensors in lru_caches of methods of the network's modules: other networks may evict them."""
     kinds = {kind for module in network.modules() for kind in type(module).__mro__}
@@ -256,8 +241,14 @@ def compile_blocks(blocks: Iterable[nn.Module], compilation: Compilation) -> Cal
     compiled = [(block, "_forward" if hasattr(block, "_forward") else "forward") for block in blocks]
     # Not the modules: their hooks would become part of the graph, and ours note what they split in objects that a graph
     # changes only when it has ended.
+    options, mode = json.loads(compilation.options), compilation.mode
+    if mode is not None and options and compilation.backend == "inductor":  # which takes one or the other
+        options, mode = torch._inductor.list_mode_options(mode) | options, None
     for block, name in compiled:
-        forward = torch.compile(getattr(block, name), **_compile_arguments(compilation))
+        forward = torch.compile(
+            getattr(block, name), backend=compilation.backend, mode=mode, options=options or None,
+            fullgraph=compilation.fullgraph, dynamic=compilation.dynamic,
+        )  # fmt: skip
         setattr(block, name, _refusing(forward, compilation.backend))
 
     def undo() -> None:
@@ -267,25 +258,12 @@ def compile_blocks(blocks: Iterable[nn.Module], compilation: Compilation) -> Cal
     return undo
 
 
-def _compile_arguments(compilation: Compilation) -> dict[str, Any]:
-    """Returns the arguments of torch.compile, which takes a mode or options: inductor's modes become options."""
-    options = json.loads(compilation.options)
-    mode = compilation.mode
-    if mode is not None and options and compilation.backend == "inductor":
-        options, mode = torch._inductor.list_mode_options(mode) | options, None
-    return {
-        "backend": compilation.backend,
-        "mode": mode,
-        "options": options or None,
-        "fullgraph": compilation.fullgraph,
-        "dynamic": compilation.dynamic,
-    }
-
-
 def _refusing(forward: Callable[..., Any], backend: str) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
+        # Code would be compiled anew for the mode of Constants.
+        has_mode = isinstance(_get_current_function_mode(), Constants)
         try:
-            with without_constants():
+            with _pop_mode_temporarily() if has_mode else nullcontext():
                 return forward(*args, **kwargs)
         except BackendCompilerFailed as failed:
             error = str(failed.inner_exception)

@@ -61,13 +61,22 @@ class Call:
         """Returns the call with these arguments. Raises Unrecordable for one that no key can represent."""
         leaves, structure = pytree.tree_flatten((args, kwargs))
         tensors: dict[Hashable, Tensor] = {}  # by address and layout
-        keys, slots = [], []
+        keys, slots = list[Hashable](), list[int | None]()
         for number, leaf in enumerate(leaves):
-            leaf_key, slot = _leaf_key(leaf, tensors, device)
-            if leaf_key is None:
+            slot: int | None = None
+            is_tensor = type(leaf) in (Tensor, nn.Parameter) and leaf.layout == torch.strided
+            if isinstance(leaf, CONSTANT_TYPES):
+                keys.append((type(leaf), leaf))
+            elif is_tensor and leaf.device.type == device.type:
+                layout = (leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype)
+                tensors.setdefault(layout, leaf)
+                slot = list(tensors).index(layout)
+                keys.append((slot, leaf.shape, leaf.stride(), leaf.dtype, _offset(leaf)))
+            elif is_tensor and leaf.device.type == "cpu" and leaf.numel() <= SMALL_ELEMENTS:
+                keys.append((leaf.shape, leaf.dtype, *leaf.flatten().tolist()))
+            else:
                 path = pytree.keystr(pytree.tree_flatten_with_path((args, kwargs))[0][number][0])
                 raise Unrecordable(f"it is given a {type(leaf).__name__} ({path})")
-            keys.append(leaf_key)
             slots.append(slot)
         return cls((settings, structure, *keys), list(tensors.values()), slots, leaves, structure)
 
@@ -76,22 +85,6 @@ class Call:
         leaves = [leaf if slot is None else tensors[slot] for leaf, slot in zip(self.leaves, self.slots, strict=True)]
         args, kwargs = pytree.tree_unflatten(leaves, self.structure)
         return args, kwargs
-
-
-def _leaf_key(leaf: Any, tensors: dict[Hashable, Tensor], device: torch.device) -> tuple[Hashable | None, int | None]:
-    """Returns a leaf's part of the key, and its index among the tensors."""
-    if isinstance(leaf, CONSTANT_TYPES):
-        return (type(leaf), leaf), None
-    if type(leaf) not in (Tensor, nn.Parameter) or leaf.layout != torch.strided:
-        return None, None
-    if leaf.device.type == device.type:
-        layout = (leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype)
-        tensors.setdefault(layout, leaf)
-        slot = list(tensors).index(layout)
-        return (slot, leaf.shape, leaf.stride(), leaf.dtype, _offset(leaf)), slot
-    if leaf.device.type == "cpu" and leaf.numel() <= SMALL_ELEMENTS:
-        return (leaf.shape, leaf.dtype, *leaf.flatten().tolist()), None
-    return None, None
 
 
 def _offset(tensor: Tensor) -> int:
@@ -126,10 +119,6 @@ class _Recording:
     graph: Graph
     inputs: list[Tensor]
     tables: list[Tensor]
-
-    @property
-    def nbytes(self) -> int:
-        return self.graph.nbytes + sum(tensor.nbytes for tensor in self.inputs)
 
     def replay(self, tensors: Sequence[Tensor]) -> Any:
         _copy_into(self.inputs, tensors)
@@ -172,8 +161,7 @@ class GraphRunner:
     and `eager_reason` why it must stay eager now, or ""; the first and the last may raise Unrecordable. `any_rank`
     combines a flag of all ranks that share a forward, which record, replay and stay eager alike. `on_recording` is
     called with True when a recording begins and with False at its end. `other_models_bytes` is the size of other
-    models' recordings. `before_timing` is called before the deciding measurement, to stop communication timers, which
-    slow it."""
+    models' recordings. `before_timing`, before the deciding measurement, stops communication timers, which slow it."""
 
     network: nn.Module
     device: torch.device
@@ -250,9 +238,10 @@ class GraphRunner:
 
     @property
     def stats(self) -> Graphs:
-        recordings = list(self._recorded.values())
-        nbytes = sum(recorded.nbytes for recorded in recordings)
-        return Graphs(keys=len(recordings), replays=self._replays, bytes=nbytes, eager=tuple(self._reasons))
+        nbytes = 0
+        for recorded in self._recorded.values():
+            nbytes += recorded.graph.nbytes + sum(tensor.nbytes for tensor in recorded.inputs)
+        return Graphs(keys=len(self._recorded), replays=self._replays, bytes=nbytes, eager=tuple(self._reasons))
 
     @property
     def _warmup_evaluations(self) -> int:
@@ -270,7 +259,7 @@ class GraphRunner:
             if self._recorded and self.any_rank(self._is_tight(tensors)):
                 self.discard()
             self._trials[key] = _Trial()
-            _evict_oldest(self._trials)
+            _evict_oldest(self._trials, MAX_TRIALS)
         return self._trials[key]
 
     def _timed(self, trial: _Trial, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -307,7 +296,7 @@ class GraphRunner:
             return False
         oldest, _ = self._recorded.popitem(last=False)
         self._evicted[oldest] = self._evaluations
-        _evict_oldest(self._evicted)
+        _evict_oldest(self._evicted, MAX_TRIALS)
         return True
 
     def _record(self, call: Call, recorder: Recorder) -> Any:
@@ -379,7 +368,7 @@ def _elements(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.numel() for tensor in tensors)
 
 
-def _evict_oldest(entries: dict[Any, Any], limit: int = MAX_TRIALS) -> None:
+def _evict_oldest(entries: dict[Any, Any], limit: int) -> None:
     while len(entries) > limit:
         del entries[next(iter(entries))]
 

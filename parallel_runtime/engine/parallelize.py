@@ -6,7 +6,7 @@ All names of a network are the plan's. Imports no ComfyUI."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from ..architectures.block_patches import INSIDE, needs_full_tokens
 from ..architectures.network_modules import preferred_attentions
 from ..architectures.row_plan import CascadeRowPlan, ControlRowPlan, RowPlan
-from ..architectures.split_plan import HeadFunction, HeadProducer, ModulePlan, SplitPlan
+from ..architectures.split_plan import HeadProducer, ModulePlan, SplitPlan
 from ..errors import Refused, Unsplittable
 from ..specs import Parallelism
 from .attention.attention_override import OVERRIDE, AttentionOverride, wrap_modules
@@ -25,7 +25,7 @@ from .attention.head_functions import TORCH, HeadAttention
 from .comm.collectives import any_rank, shared_input_scales
 from .comm.mesh import ContextMesh
 from .rows.row_division import CascadeDivision, ControlRowDivision, RowDivision
-from .split.hooks import Block, add_hooks, blocks_of_plan, run_on_frames, with_all_tokens
+from .split.hooks import Args, Block, Kwargs, add_hooks, blocks_of_plan, run_on_frames, with_all_tokens
 from .split.splitter import Residuals, Splitter
 from .split.streams import PARALLELIZED, PipeFusion, TurnEnded
 
@@ -82,7 +82,7 @@ class _TokenDivision(ExitStack):
         self._plan = plan
         self._ranks = mesh.context
         self._override = AttentionOverride(self.streams, mesh, parallelism)
-        self._heads = HeadAttention(self.streams, self._override, mesh, parallelism)
+        self._heads = HeadAttention(self.streams, self._override, mesh)
         self._split_calls: list[int] = []  # before each of the blocks in progress
         if plan.ulysses_only and mesh.ring.size > 1:
             raise Refused("ring.node", widget="ring_degree", ring=mesh.ring.size, attention=plan.ulysses_only)
@@ -156,25 +156,22 @@ class _TokenDivision(ExitStack):
 
     def _divide_functions(self, block: Block) -> None:
         for name, spec in block.module_plan.head_functions.items():
-            self._divide_function(block, name, spec)
+            path, _, last = name.rpartition(".")
+            if name in block.parameters:
+                hook = partial(_with_argument, block, name, partial(self._heads.divided, spec=spec))
+                self.enter_context(block.module.register_forward_pre_hook(hook, with_kwargs=True))
+                continue
+            module = block.module.get_submodule(path)
+            if last == TORCH:
+                self._replace(module, self._heads.with_torchs(module.forward, spec))
+            else:
+                self._replace(module, self._heads.divided(getattr(module, last), spec), last)
         for name, producer in block.module_plan.head_producers.items():
             hook = partial(self._divide_producer, block, name, producer)
             self.enter_context(block.module.register_forward_pre_hook(hook, with_kwargs=True))
 
-    def _divide_function(self, block: Block, name: str, spec: HeadFunction) -> None:
-        path, _, last = name.rpartition(".")
-        if name in block.parameters:
-            hook = partial(_with_argument, block, name, lambda function: self._heads.divided(function, spec))
-            self.enter_context(block.module.register_forward_pre_hook(hook, with_kwargs=True))
-            return
-        module = block.module.get_submodule(path)
-        if last == TORCH:
-            self._replace(module, self._heads.with_torchs(module.forward, spec))
-        else:
-            self._replace(module, self._heads.divided(getattr(module, last), spec), last)
-
     def _divide_producer(
-        self, block: Block, name: str, spec: HeadProducer, module: nn.Module, args: tuple[Any, ...], kwargs: Any
+        self, block: Block, name: str, spec: HeadProducer, module: nn.Module, args: Args, kwargs: Kwargs
     ) -> Any:
         arguments = block.arguments_by_name(args, kwargs)
         if arguments.get(name) is None:
@@ -191,7 +188,7 @@ class _TokenDivision(ExitStack):
             name = f"{type(block).__name__} ({plan.name})"
             raise Unsplittable(f"the attention of {name} did not run on the workers' split tokens")
 
-    def _begin(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _begin(self, network: nn.Module, args: Args, kwargs: Kwargs) -> Any:
         self._clear()
         options = dict(kwargs.get(_OPTIONS) or {})
         previous = options.get(OVERRIDE)
@@ -215,7 +212,11 @@ class _TokenDivision(ExitStack):
     def _forward_by_patch(self, pipefusion: PipeFusion, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls the network's `forward` once for each token patch; the last call returns the full output."""
         options, out = kwargs.pop("transformer_options"), None
-        for _ in pipefusion.turns(_evaluation_key(args, kwargs, options), lambda: self.streams.lengths):
+        # An evaluation is known within a step by its prompts, and by the shapes of its arguments.
+        arguments = {name: value for name, value in kwargs.items() if name != "control"}
+        shapes = tuple(leaf.shape for leaf in tree_leaves((args, arguments)) if isinstance(leaf, Tensor))
+        key = (*options.get("cond_or_uncond", ()), *options.get("uuids", ()), shapes)
+        for _ in pipefusion.turns(key, self.streams.lengths):
             self.streams.restart()
             self._override.active_scopes.clear()
             with suppress(TurnEnded):
@@ -243,15 +244,8 @@ class _TokenDivision(ExitStack):
             self._override.active_scopes.pop()
 
 
-def _evaluation_key(args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]) -> Hashable:
-    """Identifies an evaluation within a step: by its prompts, and by the shapes of its arguments."""
-    arguments = {name: value for name, value in kwargs.items() if name != "control"}
-    shapes = tuple(leaf.shape for leaf in tree_leaves((args, arguments)) if isinstance(leaf, Tensor))
-    return (*options.get("cond_or_uncond", ()), *options.get("uuids", ()), shapes)
-
-
 def _with_argument(
-    block: Block, name: str, replacement: Callable[[Any], Any], _: nn.Module, args: tuple[Any, ...], kwargs: Any
+    block: Block, name: str, replacement: Callable[[Any], Any], _: nn.Module, args: Args, kwargs: Kwargs
 ) -> Any:
     """Replaces one argument of a call of `block`."""
     if name in kwargs:

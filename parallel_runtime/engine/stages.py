@@ -3,21 +3,20 @@ computes its own blocks and sends tokens to the rank of the next; or in modules 
 
 Every rank runs the network's own forward from beginning to end. Blocks of other stages return NaN in the shapes of
 their outputs; where a block reads tokens that another stage computed, that stage sends them. So the code between blocks
-is the network's own, on the rank where its numbers are real.
-
-With `OwnedModules` all ranks run the code around these parts on the same real numbers, whatever it does with them. So
-it needs no plan, and is worth its traffic for networks that run once, such as text encoders."""
+is the network's own, on the rank where its numbers are real."""
 
 import inspect
 import json
 import logging
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten, treespec_dumps, treespec_loads
 
@@ -25,23 +24,105 @@ from ..architectures.network_modules import BlockRef, counts_of, owners, units_o
 from ..architectures.split_plan import SplitPlan
 from ..errors import BAD_INPUT, Refused, Unsplittable
 from ..specs import Parallelism
-from .comm.collectives import all_gather_int, all_gather_v
+from .comm.collectives import Pending, all_gather_int, all_gather_v, allocate, any_rank
 from .comm.mesh import ContextMesh, MeshDim
 from .parallelize import parallelize, unparallelize
-from .split.hooks import Block, blocks_of_plan
+from .split.hooks import Args, Block, Kwargs, blocks_of_plan
 from .split.streams import streams_of
-from .stage_channel import StageChannel
 
 log = logging.getLogger(__name__)
-
+TAG = 7  # of messages and tensors on the CPU, where votes use the same ranks
+MESSAGE_SHAPE = (1 + 16, 2 + 6)  # a row with the number of tensors, or END; then of each tensor dtype, ndim and shape
+MAX_PENDING_SENDS = 8  # sends not yet received, messages too: more would keep more activations
+END = -1
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
 STAGE_ATTRIBUTE = "_real_on_stage"  # attribute of a block's output: the stage that computed it
+
+
+class StageChannel:
+    """Sends tensors between the stages of a pipeline, the ranks of `mesh_dim`; both ends know the order of transfers.
+
+    Before them goes a message of their layout, or that no more come: on the CPU, so that a stage knows dtype and shape
+    without asking its device. A send never blocks."""
+
+    def __init__(self, mesh_dim: MeshDim) -> None:
+        self._mesh_dim = mesh_dim
+        self._pending_sends: deque[Pending] = deque()
+        self._end_sent = False  # this rank announced that no more comes
+        self._ended_peers: set[int] = set()  # peers that announced the same
+
+    def send(self, peer: int, tensors: Sequence[Tensor]) -> None:
+        message = torch.zeros(MESSAGE_SHAPE, dtype=torch.int64)
+        message[0, 0] = len(tensors)
+        for row, tensor in zip(message[1 : 1 + len(tensors)], tensors, strict=True):
+            row[: 2 + tensor.ndim] = torch.tensor([DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape])
+        self._pending_sends.append(self._start(dist.isend, message, peer))
+        for tensor in tensors:
+            if tensor.numel():
+                device = self._mesh_dim.comm_device or tensor.device  # a copy: the next block may write into `tensor`
+                copy = tensor.to(device, copy=True, memory_format=torch.contiguous_format)
+                self._pending_sends.append(self._start(dist.isend, copy, peer, self._mesh_dim.group))
+        while len(self._pending_sends) > MAX_PENDING_SENDS:
+            self._pending_sends.popleft().wait()
+
+    def recv(self, peer: int, like: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the tensors that `peer` sends; Refused where shapes are not those of `like`, or where none come."""
+        layouts = self._recv_layouts(peer)
+        if layouts is None:
+            raise Refused
+        received = [self._recv(peer, *layout, like[0].device) for layout in layouts]
+        shapes, expected = [list(x.shape) for x in received], [list(x.shape) for x in like]
+        if shapes != expected:
+            raise Unsplittable(f"a stage was given tokens of {shapes} and expected {expected}", "pipeline_degree")
+        return received
+
+    def send_end(self) -> None:
+        """Announces to all peers that no more comes: a peer that waits in `recv` raises Refused."""
+        if not self._end_sent:
+            self._end_sent = True
+            for peer in self._mesh_dim.other_ranks:
+                self._pending_sends.append(self._start(dist.isend, torch.full(MESSAGE_SHAPE, END), peer))
+
+    def close(self, *, refused: bool) -> None:
+        """Waits until all is received. If any rank `refused`, drops it and raises Refused on all. Collective."""
+        if any_rank(refused, self._mesh_dim):
+            self.send_end()
+            for peer in self._mesh_dim.other_ranks:
+                while peer not in self._ended_peers:
+                    for layout in self._recv_layouts(peer) or ():
+                        self._recv(peer, *layout, self._mesh_dim.comm_device or torch.device("cpu"))
+        while self._pending_sends:
+            self._pending_sends.popleft().wait()
+        ended, self._end_sent = self._end_sent, False
+        self._ended_peers.clear()
+        if ended:
+            raise Refused
+
+    def _start(self, operation: Any, tensor: Tensor, peer: int, group: dist.ProcessGroup | None = None) -> Pending:
+        """Starts dist.isend or dist.irecv; in the world's group for what is on the CPU."""
+        work = operation(tensor, self._mesh_dim.ranks[peer], group=group, tag=TAG)
+        return Pending([work], [tensor], [tensor], self._mesh_dim.group_state)
+
+    def _recv_layouts(self, peer: int) -> list[tuple[torch.dtype, list[int]]] | None:
+        """Returns the layouts of the tensors that come next; None where the peer announced the end."""
+        message = torch.empty(MESSAGE_SHAPE, dtype=torch.int64)
+        self._start(dist.irecv, message, peer).wait()
+        (count, *_), *rows = message.tolist()
+        if count == END:
+            self._ended_peers.add(peer)
+            return None
+        return [(DTYPES[dtype], dims[:ndim]) for dtype, ndim, *dims in rows[:count]]
+
+    def _recv(self, peer: int, dtype: torch.dtype, shape: list[int], device: torch.device) -> Tensor:
+        received = allocate(shape, torch.empty(0, dtype=dtype, device=self._mesh_dim.comm_device or device))
+        if received.numel():
+            self._start(dist.irecv, received, peer, self._mesh_dim.group).wait()
+        return received.to(device)
 
 
 class PlaceholderBlock(nn.Module):
     """Replaces a block of another stage. Returns NaN in the shapes of the arguments that the block would update: where
-    the plan is wrong, NaN reaches the output.
-
-    Reads all other attributes from the block itself, whose weights stay as they are."""
+    the plan is wrong, NaN reaches the output. Reads all other attributes from the block itself, whose weights stay."""
 
     may_skip = True
 
@@ -116,8 +197,11 @@ class Stages(ExitStack):
             self.enter_context(network.register_forward_pre_hook(self._begin, with_kwargs=True))
             blocks = {block.module: block for block in blocks_of_plan(network, plan)}
             for number, (unit, stage) in enumerate(units):
-                for ref in unit:
-                    self._hook(blocks[ref.block], number, stage)
+                for block in (blocks[ref.block] for ref in unit):
+                    note, transfer = partial(self._note_sources, block, number), partial(self._transfer, block, stage)
+                    self.enter_context(block.module.register_forward_pre_hook(note, prepend=True, with_kwargs=True))
+                    self.enter_context(block.module.register_forward_pre_hook(transfer, with_kwargs=True))
+                    self.enter_context(block.module.register_forward_hook(partial(self._label, stage)))
             self.enter_context(network.register_forward_hook(self._end, always_call=True))
             undo.pop_all()
 
@@ -139,9 +223,20 @@ class Stages(ExitStack):
         except Refused as other_refusal:
             raise refused or other_refusal from None
 
-    def share_outputs(self, out: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the last stage's `out`, computed from outputs of forwards `in_flight`, on every rank."""
-        return self._broadcast_from(self._mesh_dim.size - 1, list(out))
+    def share_outputs(self, out: Sequence[Tensor], stage: int | None = None) -> list[Tensor]:
+        """Returns the `stage`'s `out` on every rank: the last one's, computed from outputs of forwards `in_flight`."""
+        stage = self._mesh_dim.size - 1 if stage is None else stage
+        if stage != self._mesh_dim.index:
+            return self.channel.recv(stage, out)
+        if not self._has_warned and any(bool(tensor.isnan().any()) for tensor in out):
+            self._has_warned = True
+            log.warning(
+                "[CP] the pipeline's result has NaN: the model itself gives NaN, or this ComfyUI needs another plan; "
+                "set pipeline_degree to 1 to see which"
+            )
+        for peer in self._mesh_dim.other_ranks:
+            self.channel.send(peer, out)
+        return list(out)
 
     def shared_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Wraps a forward innermost: ComfyUI's outer wrappers (EasyCache) decide by its output on every stage."""
@@ -151,12 +246,6 @@ class Stages(ExitStack):
             with self.in_flight():
                 output = self._from_latest_stage(output)
         return output
-
-    def _hook(self, block: Block, number: int, owner: int) -> None:
-        module, note_sources = block.module, partial(self._note_sources, block, number)
-        self.enter_context(module.register_forward_pre_hook(note_sources, prepend=True, with_kwargs=True))
-        self.enter_context(module.register_forward_pre_hook(partial(self._transfer, block, owner), with_kwargs=True))
-        self.enter_context(module.register_forward_hook(partial(self._label, owner)))
 
     def _begin(self, network: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
         self._output_shared, self._outer_exception = False, sys.exc_info()[1]
@@ -172,19 +261,18 @@ class Stages(ExitStack):
         self._latest_stage, self._unit = None, 0
 
     @torch.compiler.disable
-    def _note_sources(
-        self, block: Block, number: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _note_sources(self, block: Block, number: int, _: nn.Module, args: Args, kwargs: Kwargs) -> None:
         """Runs before the arguments are split: a split makes other tensors."""
         if number < self._unit and not block.module_plan.repeats:
             raise Unsplittable(f"{block.module_plan.name} runs in another order than its plan says", "pipeline_degree")
         self._unit = number
-        tokens = _hidden_states(block, args, kwargs)
+        tokens = [each for each in block.hidden_states(args, kwargs) if isinstance(each, Tensor)]
         self._sources = [getattr(tensor, STAGE_ATTRIBUTE, self._latest_stage) for tensor in tokens]
 
     @torch.compiler.disable
-    def _transfer(self, block: Block, owner: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        local_stage, tokens = self._mesh_dim.index, _hidden_states(block, args, kwargs)
+    def _transfer(self, block: Block, owner: int, _: nn.Module, args: Args, kwargs: Kwargs) -> Any:
+        local_stage = self._mesh_dim.index
+        tokens = [each for each in block.hidden_states(args, kwargs) if isinstance(each, Tensor)]
         if owner != local_stage:
             if local_stage in self._sources:
                 pairs = zip(tokens, self._sources, strict=True)
@@ -231,25 +319,7 @@ class Stages(ExitStack):
         if self._latest_stage is None:
             return output
         leaves, structure = tree_flatten(output)
-        return tree_unflatten(self._broadcast_from(self._latest_stage, leaves), structure)
-
-    def _broadcast_from(self, owner: int, tensors: list[Tensor]) -> list[Tensor]:
-        """Returns the tensors of stage `owner`, on every rank."""
-        if owner != self._mesh_dim.index:
-            return self.channel.recv(owner, tensors)
-        if not self._has_warned and any(bool(tensor.isnan().any()) for tensor in tensors):
-            self._has_warned = True
-            log.warning(
-                "[CP] the pipeline's result has NaN: the model itself gives NaN, or this ComfyUI needs another plan; "
-                "set pipeline_degree to 1 to see which"
-            )
-        for peer in self._mesh_dim.other_ranks:
-            self.channel.send(peer, tensors)
-        return tensors
-
-
-def _hidden_states(block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    return [value for value in block.hidden_states(args, kwargs) if isinstance(value, Tensor)]
+        return tree_unflatten(self.share_outputs(leaves, self._latest_stage), structure)
 
 
 class RemoteModule(PlaceholderBlock):
@@ -265,7 +335,8 @@ class RemoteModule(PlaceholderBlock):
 
 class OwnedModules:
     """The `modules` of a network with the index of the rank that has each in `dim`; set `dim` before a forward. `paths`
-    are the names of those that other ranks have."""
+    are the names of those that other ranks have. All ranks run the code around them on the same real numbers, whatever
+    it does with them: so it needs no plan, and is worth its traffic for networks that run once, as text encoders."""
 
     def __init__(self, network: nn.Module, modules: Sequence[nn.Module], owners: Sequence[int], index: int) -> None:
         self.dim = MeshDim()
@@ -297,7 +368,7 @@ class OwnedModules:
             self._exchange(self.dim, self.dim.index, tensor.contiguous().view(-1), tensor.numel())
         return output
 
-    def _receive(self, owner: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _receive(self, owner: int, args: Args, kwargs: Kwargs) -> Any:
         """Returns the output on the first argument's device. What the module overwrites is overwritten here too."""
         note, inputs = self._exchange_note(owner), tree_flatten((args, kwargs))[0]
         if isinstance(note, str):
@@ -310,8 +381,7 @@ class OwnedModules:
             value = self._exchange(self.dim, owner, nothing, torch.Size(shape).numel()).view(shape)
             arrived.append(value if place is None else inputs[place].copy_(value))
         tensors = iter(arrived)
-        leaves = [next(tensors) if value is None else value[0] for value in plain]
-        return tree_unflatten(leaves, treespec_loads(structure))
+        return tree_unflatten([next(tensors) if x is None else x[0] for x in plain], treespec_loads(structure))
 
     def _exchange_note(self, owner: int, note: str = "") -> Any:
         """Returns the owner's note, out of JSON."""

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,7 @@ class FlatBlock:
 
     def __init__(self, block: nn.Module, ranks: int = 1) -> None:
         self._parameters: list[tuple[nn.Module, str, nn.Parameter, list[FlatTensor]]] = []
+        self._tensors: list[FlatTensor] = []
         self._end = 0
         for module in block.modules():
             for name, weight in module._parameters.items():
@@ -59,12 +60,12 @@ class FlatBlock:
     @property
     def nbytes(self) -> int:
         """Returns the bytes of the weights, without padding."""
-        return sum(tensor.nbytes for tensor in self._tensors())
+        return sum(tensor.nbytes for tensor in self._tensors)
 
     @property
     def layout(self) -> str:
         """Returns a text that is equal on ranks with equal layouts."""
-        return repr([(x.offset, x.nbytes, str(x.template.dtype), x.template.shape) for x in self._tensors()])
+        return repr([(x.offset, x.nbytes, str(x.template.dtype), x.template.shape) for x in self._tensors])
 
     def write(self, memory: Tensor, first: int = 0, only: tuple[nn.Module, str] | None = None) -> None:
         """Copies the bytes of the parameters from `first` on into `memory`. `only`: of this parameter alone."""
@@ -92,15 +93,15 @@ class FlatBlock:
         for module, name, empty, tensors in self._parameters:
             module._parameters[name] = rebuild_parameter(empty, [tensor.view(memory) for tensor in tensors])
 
-    def _tensors(self) -> Iterator[FlatTensor]:
-        return (tensor for *_, tensors in self._parameters for tensor in tensors)
-
     def _append(self, plain: Tensor) -> FlatTensor:
         """Adds a tensor; on the CPU at its old offset in a cache line: a file's weights begin anywhere."""
         line_offset = plain.data_ptr() % CPU_ALIGNMENT_BYTES if plain.device.type == "cpu" else 0
         line_offset = 0 if line_offset % plain.element_size() else line_offset
-        tensor = FlatTensor(self._end + line_offset, plain.numel() * plain.element_size(), without_storage(plain))
+        # It has the same dtype, device and shape, and one element.
+        template = torch.zeros((), dtype=plain.dtype, device=plain.device).expand(plain.shape)
+        tensor = FlatTensor(self._end + line_offset, plain.numel() * plain.element_size(), template)
         self._end += -(-(line_offset + tensor.nbytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self._tensors.append(tensor)
         return tensor
 
 
@@ -127,11 +128,6 @@ def rebuild_parameter(weight: Tensor, parts: list[Tensor]) -> nn.Parameter:
     return parameter
 
 
-def without_storage(tensor: Tensor) -> Tensor:
-    """Returns a tensor of the same dtype, device and shape that shares one element."""
-    return torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
-
-
 class HostWeights:
     """Weights in main memory, once a machine: memory files that its ranks write in turn, and all of them map. On the
     CPU blocks run there, and are not `staged`. `ranks` (global) are those of this machine, `rank` is this one; `dim`
@@ -150,7 +146,7 @@ class HostWeights:
         self._file_bytes = [0] * len(self._peers)
         self._extents: list[tuple[int, int, int]] = []
         self._mapped_files: list[Tensor] = []
-        self._locked_files: list[Tensor] = []  # page-locked
+        self._locked_files: list[Tensor] = []
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -171,8 +167,11 @@ class HostWeights:
         for peer, size in zip(self._peers, self._file_bytes, strict=True):
             self._mapped_files.append(_map_file(files[peer], size))
         all_gather_int(0, self.dim)  # a rank that went on could close its file before a slower one has opened it
+        # Page-locked for this process, so that the device copies from it by itself.
         to_lock = [memory for memory in self._mapped_files if memory.numel() and self._stream is not None]
-        self._locked_files = [memory for memory in to_lock if _page_lock(memory, self._device)]
+        for memory in to_lock:
+            if _succeeds(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0), self._device):
+                self._locked_files.append(memory)
         if len(self._locked_files) < len(to_lock):
             log.warning("[CP] the weights in main memory could not be page-locked: copying them will take longer")
         return [self._mapped_files[writer][start : start + size] for writer, start, size in self._extents]
@@ -200,8 +199,7 @@ class HostWeights:
         if self._stream is not None:
             self._stream.synchronize()
             for memory in self._locked_files:
-                if int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())):
-                    _discard_error(self._device)
+                _succeeds(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()), self._device)
         self._locked_files.clear()
         self._mapped_files.clear()
         if self._file >= 0:
@@ -220,18 +218,13 @@ def _map_file(file: int, size: int) -> Tensor:
         os.close(fd)
 
 
-def _page_lock(memory: Tensor, device: torch.device) -> bool:
-    """Page-locks `memory` for this process, so that the device copies from it by itself; False where CUDA cannot."""
-    if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
+def _succeeds(result: Any, device: torch.device) -> bool:
+    """Returns whether a CUDA call did; of one that failed clears the error, which the next kernel would raise."""
+    if int(result) == 0:
         return True
-    _discard_error(device)
-    return False
-
-
-def _discard_error(device: torch.device) -> None:
-    """Clears the error of a failed CUDA call, which PyTorch raises after the next kernel: launches a dummy kernel."""
     with contextlib.suppress(RuntimeError):
         torch.ones(1, device=device)
+    return False
 
 
 class ShardedWeights:

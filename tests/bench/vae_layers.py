@@ -10,7 +10,7 @@ from torch import Tensor
 
 from parallel_runtime.engine.comm.mesh import MeshDim
 from parallel_runtime.engine.rows.conversion import HANDLERS
-from parallel_runtime.engine.rows.levels import RowFunctions, Share
+from parallel_runtime.engine.rows.functions import RowFunctions, Share
 
 ROWS, CHANNELS = 8, 32
 Call = Callable[[], Tensor]

@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_runtime.engine.attention import ring_and_ulysses
-from parallel_runtime.engine.attention.context_attention import ContextAttention
+from parallel_runtime.engine.attention.context_attention import ContextAttention, gather_key_mask
 from parallel_runtime.engine.attention.dispatch import attend
-from parallel_runtime.engine.attention.masks import gather_key_mask
 from parallel_runtime.engine.comm import collectives
 from parallel_runtime.engine.comm.mesh import ContextMesh, MeshDim
 from parallel_runtime.engine.split.streams import Streams, chunk_range

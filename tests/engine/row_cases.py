@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from parallel_runtime.engine.comm.mesh import MeshDim, participating_ranks
 from parallel_runtime.engine.rows.conversion import HANDLERS, Conversion
-from parallel_runtime.engine.rows.functions import attend
-from parallel_runtime.engine.rows.levels import RowFunctions, Share
+from parallel_runtime.engine.rows.functions import RowFunctions, Share, attend
 from parallel_runtime.engine.split.streams import chunk_sizes
 
 Net = Callable[[Tensor], Tensor]

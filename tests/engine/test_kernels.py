@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from parallel_runtime.accelerators import FALLBACK, KERNELS
 from parallel_runtime.engine.attention import dispatch, registry
 from parallel_runtime.engine.attention.attention_override import backend_override
+from parallel_runtime.engine.attention.context_attention import additive
 from parallel_runtime.engine.attention.dispatch import AttentionKind, attend, attend_block, choose_kernel
-from parallel_runtime.engine.attention.masks import additive
 from parallel_runtime.engine.attention.ring_and_ulysses import MAX_PENDING_BLOCKS, Merge
 from parallel_runtime.engine.comm.mesh import MeshDim
 from parallel_runtime.request import BACKENDS, AttentionBackend
@@ -216,11 +216,11 @@ def test_a_kernel_for_some_sizes_of_heads_says_so(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(registry, "_imported", CHOOSY.get)
     flash = registry.FUNCTIONS["flash"]
-    limited = replace(flash, spec=replace(flash.spec, head_dims=(64, 128)))
+    limited = replace(flash, spec=replace(flash.spec, head_multiple=64))
     with FakeTensorMode():
         fits, other = (torch.empty(1, 8, 2, size, device="cuda", dtype=torch.bfloat16) for size in (64, 96))
         assert limited.unsupported_reason(fits, fits, fits, None) == ""
-        assert limited.unsupported_reason(other, other, other, None) == "it takes heads of 64 or 128, not of 96"
+        assert limited.unsupported_reason(other, other, other, None) == "it takes heads of a multiple of 64, not of 96"
 
 
 def _fake_attention(

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from parallel_runtime.engine.comm.mesh import MeshDim
 from parallel_runtime.engine.rows.conversion import HANDLERS, error_limit
-from parallel_runtime.engine.rows.levels import RowFunctions, Share
+from parallel_runtime.engine.rows.functions import RowFunctions, Share
 from parallel_runtime.errors import Refused
 
 from .conftest import Groups

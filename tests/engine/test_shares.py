@@ -62,7 +62,7 @@ def test_tokens_heads_and_rows_go_by_shares() -> None:
     streams = Streams(mesh.context)
     streams.record_length("image", 100, "here")
     assert streams.sizes("image") == (10, 20, 30, 40)
-    assert streams.local_chunk("image") == (30, 30)
+    assert streams.chunk("image") == (30, 30)
     assert chunk_sizes(10, mesh.ulysses.parts) == (4, 6), "heads of both rings together, 1 + 3 and 2 + 4"
     assert chunk_sizes(5, mesh.data.parts) == (1, 4), "rows, 10 and 40"
     assert place((1, 2, 3, 4, 10, 10, 10, 10), 6, 2, 2, 2).context.shares == (10, 10, 10, 10)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from parallel_runtime.architectures.autoencoders import COMPARED, kind_of
 from parallel_runtime.engine.comm.mesh import MeshDim
 from parallel_runtime.engine.rows.conversion import Conversion, run_tiles
-from parallel_runtime.engine.rows.levels import Share
+from parallel_runtime.engine.rows.functions import Share
 from parallel_runtime.engine.split.streams import chunk_sizes
 from parallel_runtime.worker.comfy_loop.autoencoder import made_divisible, uniform_chunk_bytes
 

@@ -11,6 +11,7 @@ import gc
 import json
 import sys
 import weakref
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -70,12 +71,11 @@ def measure(name: str, method: str, ranks: int, latent: tuple[int, ...] = ()) ->
 
     real, sent = REAL[name], []
 
-    def count(operations: list[Any]) -> list[Any]:
-        out = [op.tensor for op in operations if op.op is torch.distributed.isend and op.tensor.numel()]
-        sent.append(sum(tensor.numel() * tensor.element_size() for tensor in out))
+    def count(tensors: Mapping[int, Tensor], *_: Any) -> list[Any]:
+        sent.append(sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()))
         return []
 
-    collectives._start, collectives._p2p = count, lambda op, tensor, peer, mesh_dim: _Operation(op, tensor)
+    collectives._start = count
     with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
         torch.set_default_dtype(torch.bfloat16)
         model = real.make().eval()
@@ -97,11 +97,6 @@ def measure(name: str, method: str, ranks: int, latent: tuple[int, ...] = ()) ->
         "exchanges": len(sent), "sent": sum(sent), "made": list(made.shape), "side": share.dim,
         "kind": kind_of(model), "latent": list(latent or real.latent),
     }  # fmt: skip
-
-
-class _Operation:
-    def __init__(self, op: Any, tensor: Tensor) -> None:
-        self.op, self.tensor = op, tensor
 
 
 def _shape(real: Any, method: str, latent: tuple[int, ...]) -> tuple[int, ...]:

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel_runtime.engine.comm.mesh import MeshDim
-from parallel_runtime.engine.rows.functions import group_norm
-from parallel_runtime.engine.rows.levels import Share
+from parallel_runtime.engine.rows.functions import Share, group_norm
 
 from .conftest import Divided
 from .names import COLUMNS, KINDS, NAMES, ROWS

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel_runtime.architectures import architecture_of
@@ -89,9 +88,9 @@ def messages(
     known = architecture_of(network)
     assert known is not None
 
-    def counting(operations: list[Any]) -> Any:
-        sent.append(sum(each.tensor.nbytes for each in operations if each.op is dist.isend))
-        return start(operations)
+    def counting(tensors: Mapping[int, Tensor], *others: Any) -> Any:
+        sent.append(sum(tensor.nbytes for tensor in tensors.values()))
+        return start(tensors, *others)
 
     with torch.inference_mode(), _division(network, ring, ulysses, **options):
         collectives._start = counting

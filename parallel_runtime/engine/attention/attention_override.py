@@ -26,6 +26,7 @@ from ..split.streams import Streams
 from .context_attention import ContextAttention
 from .dispatch import attend_op, register, try_kernel, warn_once
 from .registry import FUNCTIONS
+from .ring_and_ulysses import MAX_HEAD_CHUNKS
 
 Attention = Callable[..., Tensor]  # ComfyUI's, called as its optimized_attention
 Override = Callable[..., Tensor]  # called with the native attention function, then with its arguments
@@ -44,10 +45,6 @@ class _NativeCall:
 
     function: Attention
     options: dict[str, Any]
-
-    @property
-    def scale(self) -> float | None:
-        return self.options.get("scale")
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, _: float | None = None) -> Tensor:
         """Takes and returns [B, tokens, heads, head size]; the scale is among the options."""
@@ -75,8 +72,7 @@ class BackendOverride:
     """Runs attention with the chosen backend's kernel; calls that it does not support go to ComfyUI's attention.
 
     `active_scopes` are the indices of the entered scopes, innermost last; `previous` is an override set by a node.
-    `preferred` are the functions that the file chose for the attentions that run now, which ComfyUI calls where no node
-    has an override."""
+    `preferred` are the functions that the file chose for attentions that run now: ComfyUI's, without an override."""
 
     def __init__(self, backend: AttentionBackend) -> None:
         self.active_scopes: list[int] = []
@@ -132,7 +128,7 @@ class BackendOverride:
         return None if self.previous or self._backend == "auto" else self._attempt
 
     def _attempt(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: _NativeCall) -> Tensor | None:
-        return try_kernel(q, k, v, _four_dims(mask), call.scale, self._backend_for(call))
+        return try_kernel(q, k, v, _four_dims(mask), call.options.get("scale"), self._backend_for(call))
 
     def _backend_for(self, call: _NativeCall) -> AttentionBackend:
         """Returns the chosen backend, alike on all ranks; FALLBACK where a node attends or for high precision."""
@@ -159,16 +155,16 @@ class AttentionOverride(BackendOverride):
         self._streams = streams
         self._mesh = mesh
         self._parallelism = parallelism
-        self._call: _NativeCall  # the latest
+        self._call: Callable[..., Tensor]  # the latest
         self._scope_specs: list[AttentionSpecs] = []  # by scope
-        self._attentions: dict[tuple[Cross, AttentionBackend, bool], ContextAttention] = {}
+        self._attentions: dict[tuple[Cross, AttentionBackend, bool, int], ContextAttention] = {}
         self._ring_kernel = ""  # what a node's override calls
 
     def begin(self, previous: Override | None) -> None:
         """Begins a forward, for which a node has set `previous`. Wrapped functions use this override until `end`."""
         self._ring_kernel = "" if previous is None else ring_backend(attention_called_by(previous))
         if previous is not None and self._mesh.ring.size > 1 and not self._ring_kernel:
-            raise self._has_no_lse(previous)
+            raise self.has_no_lse(previous)
         if previous is not None and not attends_each_head(previous):
             raise Refused("attention.all_heads", option=OVERRIDE)
         self.previous = previous
@@ -196,19 +192,46 @@ class AttentionOverride(BackendOverride):
         return self._scope_specs.index(over)
 
     def _select(self, scope: int, queries: int, keys: int) -> Attend | None:
-        cross = self._cross(scope, queries, keys)
-        return super()._select(scope, queries, keys) if cross is None else partial(self._attend_split, cross, scope)
+        if scope == _NO_SCOPE:
+            if self._streams.any_split:
+                raise Unsplittable("an attention runs between blocks, where a worker has only a part of the tokens")
+            return super()._select(scope, queries, keys)
+        spec = self._scope_specs[scope]
+        over = spec if isinstance(spec, list) else [spec]
+        for kind in over:
+            if isinstance(kind, str):  # "local"
+                return super()._select(scope, queries, keys)
+            streams = kind.streams if isinstance(kind, Window) else kind
+            cross = streams if isinstance(streams, Cross) else Cross(queries=streams, keys=streams)
+            if (self._streams.local_count(cross.queries), self._streams.local_count(cross.keys)) == (queries, keys):
+                return partial(self._attend_split, cross, scope)
+        raise Unsplittable(f"an attention of {queries} over {keys} tokens fits none of {over}")
 
     def _attend_split(
         self, cross: Cross, scope: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: _NativeCall
     ) -> Tensor:
-        self.split_calls += 1
-        self._call = call
-        attend, spec = self._attention(cross, self._backend_for(call)), self._scope_specs[scope]
+        # A node's override may choose tokens by their places.
+        attend = self.across(cross, call, self._backend_for(call), in_order=self.previous is not None)
+        spec = self._scope_specs[scope]
         if isinstance(spec, Window):
             total, width = self._streams.total(spec.streams), int(spec.width)
             mask = self._streams.cached(("near", total, width), lambda: _window_mask(total, width, q.device))
-        return attend(q, k, v, _four_dims(mask), call.scale)
+        return attend(q, k, v, _four_dims(mask), call.options.get("scale"))
+
+    def across(
+        self, cross: Cross, call: Callable[..., Tensor], backend: AttentionBackend, *, in_order: bool,
+        max_chunks: int = MAX_HEAD_CHUNKS,
+    ) -> ContextAttention:  # fmt: skip
+        """Returns the attention over all ranks for the streams of `cross`, whose fallback is `call` from now on."""
+        self.split_calls += 1
+        self._call = call
+        attention = self._attentions.get((cross, backend, in_order, max_chunks))
+        if attention is None:
+            attention = self._attentions[cross, backend, in_order, max_chunks] = ContextAttention(
+                self._mesh, self._parallelism.with_options(attention_backend=backend), self._streams, cross.queries,
+                cross.keys, fallback=lambda *inputs: self._call(*inputs), max_chunks=max_chunks, in_order=in_order,
+            )  # fmt: skip
+        return attention
 
     def _requested(self, call: _NativeCall) -> AttentionBackend:
         """Returns what a node chose, else the widget's backend, or with auto what ComfyUI's flags or the file chose:
@@ -222,38 +245,13 @@ class AttentionOverride(BackendOverride):
             return FALLBACK
         kernel = ring_backend(name)
         if self.preferred and not kernel:
-            raise self._has_no_lse(call.function)
+            raise self.has_no_lse(call.function)
         return kernel or self._backend
 
-    def _has_no_lse(self, attention: Any) -> Refused:
+    def has_no_lse(self, attention: Any) -> Refused:
+        """Returns the refusal of an attention that a ring cannot have, since it gives no log-sum-exp."""
         name = getattr(attention, "__qualname__", type(attention).__qualname__)
         return Refused("ring.node", widget="ring_degree", ring=self._mesh.ring.size, attention=name)
-
-    def _cross(self, scope: int, queries: int, keys: int) -> Cross | None:
-        """Returns the streams of an attention with these token counts; None if it is local."""
-        if scope == _NO_SCOPE:
-            if self._streams.any_split:
-                raise Unsplittable("an attention runs between blocks, where a worker has only a part of the tokens")
-            return None
-        spec = self._scope_specs[scope]
-        over = spec if isinstance(spec, list) else [spec]
-        for kind in over:
-            if isinstance(kind, str):  # "local"
-                return None
-            streams = kind.streams if isinstance(kind, Window) else kind
-            cross = streams if isinstance(streams, Cross) else Cross(queries=streams, keys=streams)
-            if (self._streams.local_count(cross.queries), self._streams.local_count(cross.keys)) == (queries, keys):
-                return cross
-        raise Unsplittable(f"an attention of {queries} over {keys} tokens fits none of {over}")
-
-    def _attention(self, cross: Cross, backend: AttentionBackend) -> ContextAttention:
-        in_order = self.previous is not None  # a node's override may choose tokens by their places
-        if (cross, backend, in_order) not in self._attentions:
-            self._attentions[cross, backend, in_order] = ContextAttention(
-                self._mesh, self._parallelism.with_options(attention_backend=backend), self._streams,
-                cross.queries, cross.keys, fallback=lambda *inputs: self._call(*inputs), in_order=in_order,
-            )  # fmt: skip
-        return self._attentions[cross, backend, in_order]
 
 
 def by_heads(x: Tensor, size: int, heads_first: bool) -> Tensor:
@@ -274,32 +272,31 @@ def _four_dims(mask: Tensor | None) -> Tensor | None:
     return mask[None, None] if mask.ndim == 2 else mask.unsqueeze(1)
 
 
+_WRAPPED = ("optimized_attention", "optimized_attention_masked", "optimized_attention_for_device")
+
+
 @contextmanager
 def wrap_modules(modules: Sequence[str]) -> Iterator[None]:
     """Wraps the attention functions of these modules within this context."""
     for name in modules:
         _USERS[name] += 1
         members = vars(sys.modules[name])
-        for called in members.keys() & _WRAPPERS.keys() if _USERS[name] == 1 else ():
-            members[called] = _WRAPPERS[called](members[called])
+        for called in members.keys() & _WRAPPED if _USERS[name] == 1 else ():
+            members[called] = _with_override(members[called], chooses=called == "optimized_attention_for_device")
     yield
     _ACTIVE.clear()
     for name in modules:
         _USERS[name] -= 1
         members = vars(sys.modules[name])
-        for called in members.keys() & _WRAPPERS.keys() if not _USERS[name] else ():
+        for called in members.keys() & _WRAPPED if not _USERS[name] else ():
             members[called] = members[called].__wrapped__
 
 
-def _select_with_override(function: Callable[..., Callable[..., Tensor]]) -> Callable[..., Callable[..., Tensor]]:
-    @wraps(function)
-    def select(*args: Any, **kwargs: Any) -> Callable[..., Tensor]:
-        return _with_override(function(*args, **kwargs))
+def _with_override(function: Callable[..., Any], *, chooses: bool = False) -> Callable[..., Any]:
+    """Returns an attention function with the active override, or, where it `chooses` one, that gives it to that one."""
+    if chooses:
+        return wraps(function)(lambda *args, **kwargs: _with_override(function(*args, **kwargs)))
 
-    return select
-
-
-def _with_override(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(function)
     def call_with_override(*args: Any, **kwargs: Any) -> Tensor:
         if _ACTIVE and not kwargs.get("transformer_options"):
@@ -307,10 +304,3 @@ def _with_override(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return function(*args, **kwargs)
 
     return call_with_override
-
-
-_WRAPPERS: dict[str, Callable[..., Any]] = {
-    "optimized_attention": _with_override,
-    "optimized_attention_masked": _with_override,
-    "optimized_attention_for_device": _select_with_override,  # returns one of both
-}

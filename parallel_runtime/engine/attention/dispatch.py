@@ -7,7 +7,7 @@ auto takes on these GPUs. Every rank must have it, and compute correctly with it
 same. To torch.compile any attention is one operator, `attend_op`."""
 
 import logging
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import count
@@ -57,7 +57,6 @@ def _(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
 
 T = TypeVar("T")
 
-_FLASH_FOR_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _MIN_CONTIGUOUS_TOKENS = 512  # tokens: with fewer, a kernel is over before a copy pays
 _CHUNK = 1024  # queries whose scores are in memory at once
 _BIAS_ALIGNMENT = 16  # the efficient kernel wants bias rows to start at a multiple of this many elements
@@ -90,7 +89,7 @@ def attend(
     return attend_native(query, key, value, mask, scale) if out is None else out
 
 
-_BY_BACKEND = {name: partial(attend, backend=name) for name in FUNCTIONS}
+_BY_BACKEND = {name: partial(attend, backend=name) for name in FUNCTIONS}  # keeps them alive
 _OP_IDS = {name: register(function) for name, function in _BY_BACKEND.items()}
 
 
@@ -121,8 +120,8 @@ def attend_block(
 ) -> tuple[Tensor, Tensor]:
     """Attends over one block of keys: returns the output [B, Sq, H, D] and its log-sum-exp [B, Sq, H, 1], float32.
 
-    `bias` is [B, 1 or H, 1 or Sq, Sk], finite (see `masks.additive`). Where it hides the whole block the output is
-    finite and its log-sum-exp hugely negative. What `backend` has no kernel for goes where it would with "native"."""
+    `bias` is [B, 1 or H, 1 or Sq, Sk], finite, as `additive` of context_attention.py makes it. Of a hidden block the
+    output is finite, its log-sum-exp hugely negative. What `backend` has no kernel for goes where "native" would."""
     key, value = repeat_kv(key, query.shape[2]), repeat_kv(value, query.shape[2])
     if (kernel := FUNCTIONS.get(backend)) is not None:
         result = _try(
@@ -133,13 +132,23 @@ def attend_block(
         if result is not None:
             return result
     if query.device.type == "cpu":
-        return _cpu(query, key, value, bias, scale)
+        tensors = heads_first(*map(contiguous_by_head, (query, key, value)))
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
+            *tensors, 0.0, False, attn_mask=bias, scale=scale
+        )
+        return out.transpose(1, 2), lse.transpose(1, 2).unsqueeze(-1)
     if query.device.type != "cuda":
         return _by_matmul(query, key, value, bias, scale)
     flash = FUNCTIONS["_native_flash"]
     if not flash.unsupported_reason(query, key, value, bias, with_lse=True):
         return flash.block(query, key, value, scale)
-    return _efficient(query, key, value, bias, scale)
+    if bias is not None:
+        keys = bias.shape[-1]
+        bias = torch.nn.functional.pad(bias, (0, -keys % _BIAS_ALIGNMENT))[..., :keys]
+        bias = bias.expand(query.shape[0], query.shape[2], query.shape[1], keys)
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    out, lse, *_ = efficient(*heads_first(query, key, value), bias, True, 0.0, False, scale=scale)
+    return out.transpose(1, 2), lse[..., : query.shape[1]].transpose(1, 2).unsqueeze(-1)
 
 
 def repeat_kv(tensor: Tensor, heads: int) -> Tensor:
@@ -159,10 +168,8 @@ def warn_once(backend: str, reason: str) -> None:
     """Logs on rank 0 that a backend is not used for some calls."""
     if dist.is_initialized() and dist.get_rank() > 0:
         return
-    words = (
-        "[CP] attention_backend %s has no kernel for some calls: %s. Only these use the kernel that auto would choose"
-    )
-    log.warning(words, backend, reason)
+    words = "[CP] attention_backend %s has no kernel for some calls: %s. Only these use the kernel that auto would "
+    log.warning(words + "choose", backend, reason)
 
 
 def _call_key(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Hashable, ...]:
@@ -191,12 +198,6 @@ def _try(call: tuple[Any, ...], unsupported_reason: Callable[[], str], run: Call
     return result
 
 
-def _cpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
-    q, k, v = (contiguous_by_head(tensor) for tensor in (q, k, v))
-    out, lse = _FLASH_FOR_CPU(*heads_first(q, k, v), 0.0, False, attn_mask=bias, scale=scale)
-    return out.transpose(1, 2), lse.transpose(1, 2).unsqueeze(-1)
-
-
 def _by_matmul(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
     """Attends without a kernel that returns a log-sum-exp, by matrix products by chunks of queries, in float32."""
     query, key, value = heads_first(q, k, v)
@@ -211,16 +212,6 @@ def _by_matmul(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: floa
         outs.append(((scores - lse).exp() @ value.float()).to(q.dtype))
         sums.append(lse)
     return torch.cat(outs, 2).transpose(1, 2), torch.cat(sums, 2).transpose(1, 2)
-
-
-def _efficient(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
-    if bias is not None:
-        keys = bias.shape[-1]
-        bias = torch.nn.functional.pad(bias, (0, -keys % _BIAS_ALIGNMENT))[..., :keys]
-        bias = bias.expand(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-    out, lse, *_ = efficient(*heads_first(q, k, v), bias, True, 0.0, False, scale=scale)
-    return out.transpose(1, 2), lse[..., : q.shape[1]].transpose(1, 2).unsqueeze(-1)
 
 
 _MAX_ERROR = 0.05  # of the values' deviation, and of a log-sum-exp: half precision is ten times closer
@@ -249,8 +240,14 @@ def choose_kernel(
     graph. Collective over `mesh_dim` for a new kind."""
     if backend in ("native", FALLBACK):
         return backend
-    # None is timed: at every start the same GPUs choose the same kernel, and give the same bits.
-    for name in _candidates(backend, query.device, recorded):
+    # The requested kernel, then those that auto takes on any such device, not only on this rank's GPU: all ranks must
+    # ask about the same ones. None is timed: at every start the same GPUs choose the same kernel, and give equal bits.
+    candidates = [] if backend == "auto" else [backend]
+    for name, spec in KERNELS.items():
+        unsafe = recorded and spec.cudnn and not cudnn_supports_graphs()
+        if name != backend and spec.auto_on and query.device.type in spec.devices and not unsafe:
+            candidates.append(name)
+    for name in candidates:
         if _works_on_all(name, query, kind, mesh_dim, requested=name == backend):
             return name
         if name == backend:
@@ -258,36 +255,22 @@ def choose_kernel(
     return "native" if kind.blocks else FALLBACK
 
 
-def _candidates(backend: AttentionBackend, device: torch.device, recorded: bool) -> Iterator[AttentionBackend]:
-    """Yields the requested kernel, then those that auto takes on any such device, in the table's order. Not only what
-    this rank's GPU has: all ranks must ask about the same ones."""
-    if backend != "auto":
-        yield backend
-    for name, spec in KERNELS.items():
-        unsafe = recorded and spec.cudnn and not cudnn_supports_graphs()
-        if name != backend and spec.auto_on and device.type in spec.devices and not unsafe:
-            yield name
-
-
 def _works_on_all(name: str, query: Tensor, kind: AttentionKind, mesh_dim: MeshDim, *, requested: bool) -> bool:
     """Returns whether every rank has this kernel and computes correctly with it; the ranks ask each other once."""
-    if isinstance(query, FakeTensor):  # nothing can be computed, and nobody asked
-        return _is_for(name, query, requested)
     key, known = (name, kind, mesh_dim.ranks, requested), mesh_dim.group_state.working_kernels
-    if key not in known:
-        if query.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return False
-        works = _is_for(name, query, requested) and _is_accurate(name, kind, query.device, requested)
-        known[key] = not any_rank(not works, mesh_dim)
-    return known[key]
-
-
-def _is_for(name: str, query: Tensor, requested: bool) -> bool:
-    """Returns whether this rank's GPU has the kernel, and auto takes it there, unless it is `requested`."""
+    is_fake = isinstance(query, FakeTensor)
+    if key in known and not is_fake:
+        return known[key]
     kernel = FUNCTIONS[name]
-    if kernel.unusable_reason(query):
+    usable = not kernel.unusable_reason(query)
+    # Auto takes it on some GPUs only.
+    usable = usable and (requested or torch.cuda.get_device_capability(query.device)[0] in kernel.spec.auto_on)
+    if is_fake:  # nothing can be computed, and nobody asked
+        return usable
+    if query.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return False
-    return requested or torch.cuda.get_device_capability(query.device)[0] in kernel.spec.auto_on
+    known[key] = not any_rank(not (usable and _is_accurate(name, kind, query.device, requested)), mesh_dim)
+    return known[key]
 
 
 def _is_accurate(name: str, kind: AttentionKind, device: torch.device, requested: bool) -> bool:
@@ -318,7 +301,8 @@ def _is_accurate(name: str, kind: AttentionKind, device: torch.device, requested
 
 
 def _random_inputs(kind: AttentionKind, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Returns queries, keys, values and a mask; full keys in one tensor with the queries, as after Ulysses."""
+    """Returns queries, keys and values, full keys in one tensor with the queries, as after Ulysses; and a mask that
+    hides every seventh key from all queries."""
     options: Any = {"dtype": kind.dtype, "device": device, "generator": torch.Generator(device).manual_seed(0)}
     if kind.blocks:
         tokens = (_QUERIES, _KEYS, _KEYS)
@@ -326,16 +310,11 @@ def _random_inputs(kind: AttentionKind, device: torch.device) -> tuple[Tensor, T
     else:
         packed = torch.randn(_KEYS, _BATCH, 3 * _HEADS, kind.head_dim, **options)
         q, k, v = packed.transpose(0, 1).split(_HEADS, 2)
-    return q, k, v, _random_mask(kind, device)
-
-
-def _random_mask(kind: AttentionKind, device: torch.device) -> Tensor | None:
-    """Returns a mask that hides every seventh key from all queries."""
     if kind.mask is None:
-        return None
+        return q, k, v, None
     dtype, *varies_by = kind.mask
     shape = [size if varies else 1 for size, varies in zip((_BATCH, _HEADS, _KEYS), varies_by, strict=True)]
     hidden = (torch.arange(_KEYS, device=device) % 7 == 0).expand(*shape, _KEYS)
     if dtype == torch.bool:
-        return ~hidden
-    return torch.zeros(*shape, _KEYS, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
+        return q, k, v, ~hidden
+    return q, k, v, torch.zeros(*shape, _KEYS, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)

@@ -11,13 +11,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from ...accelerators import FALLBACK
 from ...architectures.split_plan import Cross, HeadFunction, HeadProducer
-from ...errors import Refused
-from ...specs import Parallelism
 from ..comm.mesh import ContextMesh
+from ..split.hooks import Replaced
 from ..split.splitter import Splitter
 from ..split.streams import chunk_range
 from .attention_override import AttentionOverride, by_heads
@@ -30,13 +28,8 @@ TORCH = "scaled_dot_product_attention"
 class HeadAttention:
     """Divides attention functions over the ranks of `mesh`, for the streams of the forward in progress."""
 
-    def __init__(
-        self, streams: Splitter, override: AttentionOverride, mesh: ContextMesh, parallelism: Parallelism
-    ) -> None:
+    def __init__(self, streams: Splitter, override: AttentionOverride, mesh: ContextMesh) -> None:
         self._streams, self._override, self._mesh = streams, override, mesh
-        self._parallelism = parallelism.with_options(attention_backend=FALLBACK)
-        self._attentions: dict[Cross, ContextAttention] = {}
-        self._call: Callable[[Tensor, Tensor, Tensor], Tensor]  # the latest, on this rank's heads
 
     def divided(self, function: Function, spec: HeadFunction) -> Function:
         return torch.compiler.disable(partial(self._attend, function, spec))
@@ -46,7 +39,7 @@ class HeadAttention:
 
         @torch.compiler.disable
         def run(*args: Any, **kwargs: Any) -> Any:
-            with _TorchAttention(self.divided(F.scaled_dot_product_attention, spec)):
+            with Replaced(F.scaled_dot_product_attention, self.divided(F.scaled_dot_product_attention, spec)):
                 return forward(*args, **kwargs)
 
         return run
@@ -54,8 +47,7 @@ class HeadAttention:
     def produced(self, owner: nn.Module, spec: HeadProducer, full: Any, function: Function) -> Function:
         """Returns `function`, which attends in the place of a module of `owner`, for this rank's tokens."""
         if self._mesh.ring.size > 1:
-            name = getattr(function, "__qualname__", type(function).__qualname__)
-            raise Refused("ring.node", widget="ring_degree", ring=self._mesh.ring.size, attention=name)
+            raise self._override.has_no_lse(function)
         module: Any = owner.get_submodule(spec.module)
         layers = [getattr(module, spec.qkv), *filter(None, [getattr(module, spec.gate, None)])]
 
@@ -67,8 +59,8 @@ class HeadAttention:
                 beside = [gates[0], *map(torch.zeros_like, given[1:])]
                 given = [torch.cat(pair, 3) for pair in zip(given, beside, strict=True)]
 
-            def call(*tensors: Tensor) -> Tensor:
-                parts = [tensor[..., :size] for tensor in tensors]
+            def call(*tensors: Any) -> Tensor:
+                parts = [tensor[..., :size] for tensor in tensors[:3]]
                 parts += [tensors[0][..., size:]] * bool(gates)
                 rows = torch.cat([part[0].flatten(1) for part in parts], 1)
                 vars(owner)[spec.module] = _OwnHeads(module, spec, tensors[0].shape[2])
@@ -79,9 +71,7 @@ class HeadAttention:
                     del vars(owner)[spec.module]
                 return F.pad(out.unflatten(1, (-1, size))[None], (0, tensors[0].shape[3] - size))
 
-            self._call = call
-            self._override.split_calls += 1
-            out = self._attention(self._streams.call_streams)(*given)
+            out = self._attention(self._streams.call_streams, call)(*given)
             return getattr(module, spec.out)(out[0, ..., :size].flatten(1))
 
         return attend
@@ -97,20 +87,18 @@ class HeadAttention:
         start, own = chunk_range(heads, self._mesh.ulysses.parts, self._mesh.ulysses.index)
         flat: list[bool] = []
 
-        def call(*tensors: Tensor) -> Tensor:
+        def call(*tensors: Any) -> Tensor:
             if four:
-                given = [x.transpose(1, 2) if spec.heads_first else x for x in tensors]
+                given = [x.transpose(1, 2) if spec.heads_first else x for x in tensors[:3]]
             else:
-                given = [x.flatten(2) for x in tensors]
+                given = [x.flatten(2) for x in tensors[:3]]
             rest, named = _of_heads(args, more, heads, start, tensors[0].shape[2])
             with self._override.undivided():
                 out = function(*given, *rest, **named)
             flat.append(out.ndim == 3)
             return by_heads(out, size, spec.heads_first and out.ndim == 4)
 
-        self._call = call
-        self._override.split_calls += 1
-        attention = self._attention(spec.streams or self._streams.call_streams)
+        attention = self._attention(spec.streams or self._streams.call_streams, call)
         q, k, v = (by_heads(x, size, spec.heads_first and four) for x in (query, key, value))
         out = attention(q, k, v)
         # A rank without heads has called nothing yet, and has to know the shape that the function returns.
@@ -121,14 +109,9 @@ class HeadAttention:
             return out.flatten(2)
         return out.transpose(1, 2) if spec.heads_first else out
 
-    def _attention(self, over: Any) -> ContextAttention:
+    def _attention(self, over: Any, call: Callable[..., Tensor]) -> ContextAttention:
         cross = over if isinstance(over, Cross) else Cross(queries=over, keys=over)
-        if cross not in self._attentions:
-            self._attentions[cross] = ContextAttention(
-                self._mesh, self._parallelism, self._streams, cross.queries, cross.keys,
-                fallback=lambda query, key, value, *_: self._call(query, key, value), max_chunks=1, in_order=True,
-            )  # fmt: skip
-        return self._attentions[cross]
+        return self._override.across(cross, call, FALLBACK, in_order=True, max_chunks=1)
 
 
 def _of_heads(
@@ -161,14 +144,3 @@ class _OwnHeads:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
-
-
-class _TorchAttention(TorchFunctionMode):
-    def __init__(self, attend: Function) -> None:
-        super().__init__()
-        self._attend = attend
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return (self._attend if func is F.scaled_dot_product_attention else func)(*args, **(kwargs or {}))

@@ -1,10 +1,9 @@
-"""The function of every kernel in accelerators.KERNELS, as PyTorch and the packages of that table have it. Knows no
-ranks and no other way to attend."""
+"""The function of every kernel in accelerators.KERNELS, as PyTorch and its packages have it. Knows no ranks."""
 
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -12,9 +11,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
-from torch.torch_version import TorchVersion
 
-from ...accelerators import KERNELS, AttentionKernel, version_of
+from ...accelerators import KERNELS, AttentionKernel
 
 # [B, tokens, heads, D] of queries, keys and values, a mask or bias, a scale; to an output of the queries' shape.
 FullAttention = Callable[[Tensor, Tensor, Tensor, Tensor | None, float | None], Tensor]
@@ -24,7 +22,6 @@ AttentionFunction = Callable[[Tensor, Tensor, Tensor, Tensor | None, float | Non
 CUDNN_GRAPHS_VERSION = 91500  # below, what it computes in a CUDA graph may be wrong (NVIDIA/TransformerEngine#2344)
 _HALF = (torch.float16, torch.bfloat16)
 _OLDEST_GPU = (8, 0)  # its compute capability
-_OLDEST = {kernel.package: kernel.min_version for kernel in KERNELS.values() if kernel.min_version}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +45,11 @@ class KernelFunction:
         """Returns why it cannot be used here on any tensor: its package or cuDNN is missing. "" if it can."""
         if self.spec.cudnn and torch.version.hip is not None:
             return "ROCm has no cuDNN"
-        return package_missing_reason(self.spec.package, self.spec.function) if self.spec.package else ""
+        if not self.spec.package:
+            return ""
+        if not self.spec.new_enough:
+            return f"it needs {self.spec.package} {self.spec.min_version} or newer"
+        return package_missing_reason(self.spec.package, self.spec.function)
 
     def unusable_reason(self, *tensors: Tensor) -> str:
         """Returns why the kernel takes nothing of the device, dtypes and head sizes of `tensors`; "" if no reason is
@@ -64,8 +65,6 @@ class KernelFunction:
             return f"it takes heads of up to {self.spec.max_head_dim}, not of {size}"
         if size % self.spec.head_multiple:
             return f"it takes heads of a multiple of {self.spec.head_multiple}, not of {size}"
-        if self.spec.head_dims and size not in self.spec.head_dims:
-            return f"it takes heads of {' or '.join(map(str, self.spec.head_dims))}, not of {size}"
         if device.type == "cuda" and torch.cuda.get_device_capability(device) < _OLDEST_GPU:
             return "this GPU is too old for it"
         return ""
@@ -74,15 +73,21 @@ class KernelFunction:
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, with_lse: bool = False
     ) -> str:
         """Returns why the kernel does not take these, `with_lse` with their log-sum-exp; "" if no reason is known."""
-        if with_lse and not self.spec.log_sum_exp:
-            return "it gives no log-sum-exp"
         if with_lse and mask is not None:
             return "it gives no log-sum-exp with a mask"
         if reason := self.unusable_reason(query, key, value):
             return reason
         if mask is not None and not self.spec.masks:
             return "it takes no mask"
-        return _cudnn_reason(query, key, value, mask) if self.spec.cudnn else ""
+        if not self.spec.cudnn:
+            return ""
+        if isinstance(query, FakeTensor):
+            return "PyTorch has none for a mask" if mask is not None else ""
+        params = torch.backends.cuda.SDPAParams(*heads_first(query, key, value), mask, 0.0, False, False)
+        if torch.backends.cuda.can_use_cudnn_attention(params):
+            return ""
+        masked = "" if mask is None else f" and a {str(mask.dtype).removeprefix('torch.')} mask"
+        return f"PyTorch has none for heads of {query.shape[-1]}{masked}"
 
 
 def package_missing_reason(package: str, function: str = "") -> str:
@@ -97,24 +102,9 @@ def package_missing_reason(package: str, function: str = "") -> str:
 def _imported(package: str) -> Any:
     """Returns the package, or why there is none. Wheels built for another PyTorch raise any of these errors."""
     try:
-        module = importlib.import_module(package)
+        return importlib.import_module(package)
     except (ImportError, OSError, RuntimeError) as error:
         return f"it needs the package {package}: {error}"
-    version, oldest = version_of(package), _OLDEST.get(package, "0")
-    if version is not None and TorchVersion(version) < oldest:
-        return f"it needs {package} {oldest} or newer"
-    return module
-
-
-def _cudnn_reason(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> str:
-    """Returns why PyTorch itself has no cuDNN kernel for these, or ""."""
-    if isinstance(query, FakeTensor):
-        return "PyTorch has none for a mask" if mask is not None else ""
-    params = torch.backends.cuda.SDPAParams(*heads_first(query, key, value), mask, 0.0, False, False)
-    if torch.backends.cuda.can_use_cudnn_attention(params):
-        return ""
-    masked = "" if mask is None else f" and a {str(mask.dtype).removeprefix('torch.')} mask"
-    return f"PyTorch has none for heads of {query.shape[-1]}{masked}"
 
 
 def cudnn_supports_graphs() -> bool:
@@ -160,27 +150,19 @@ def _sage(
     return result if with_lse else (result, None)
 
 
-def _package_function(spec: AttentionKernel) -> AttentionFunction:
-    """Returns the call of a package's function that takes what flash_attn_func takes. Asks for the log-sum-exp always:
-    it costs nothing, and versions of FA3 differ in whether they give it unasked."""
-    assert spec.function, f"{spec.name} has no function of its package, and none in _OWN_FUNCTIONS"
-
-    def flash(
-        q: Tensor, k: Tensor, v: Tensor, _: Tensor | None, scale: float | None, __: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        function = getattr(_imported(spec.package), spec.function)
-        out, lse = function(q, k, v, softmax_scale=scale, return_attn_probs=True)[:2]
-        return out, lse
-
-    return flash
+def _flash_of_package(
+    spec: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, _: Tensor | None, scale: float | None, __: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Calls a package's function that takes what flash_attn_func takes. Asks for the log-sum-exp always: it costs
+    nothing, and versions of FA3 differ in whether they give it unasked."""
+    function = getattr(_imported(spec.package), spec.function)
+    out, lse = function(q, k, v, softmax_scale=scale, return_attn_probs=True)[:2]
+    return out, lse
 
 
-_OWN_FUNCTIONS: dict[str, AttentionFunction] = {
-    "_native_cudnn": _native_cudnn,
-    "_native_flash": _native_flash,
-    "sage": _sage,
-}
+# Of a kernel without a function of its package that is called like flash_attn_func.
+_OWN: dict[str, AttentionFunction] = {"_native_cudnn": _native_cudnn, "_native_flash": _native_flash, "sage": _sage}
 FUNCTIONS = {
-    name: KernelFunction(spec=spec, function=_OWN_FUNCTIONS.get(name) or _package_function(spec))
+    name: KernelFunction(spec=spec, function=partial(_flash_of_package, spec) if spec.function else _OWN[name])
     for name, spec in KERNELS.items()
 }

@@ -48,22 +48,18 @@ class Merge:
         """Returns [B, Sq, H, D] in the query's dtype: zero where nothing was added, or where `fully_masked` is set."""
         if not self._outs:
             return collectives.allocate(query.shape, query).zero_()
-        out = self._merged(query)
+        first, *others = self._outs
+        if not others:
+            out = first.to(query.dtype)
+        elif len(others) == 1 and first.dtype == others[0].dtype == self._lses[0].dtype == query.dtype:
+            out = first.lerp_(others[0], torch.sigmoid(self._lses[1] - self._lses[0]))
+        else:
+            *weights, last = self._weights()
+            summed = self._sum(self._outs[:-1], weights)
+            # In another dtype than the query's it is rounded as it is written.
+            out = summed if summed.dtype == query.dtype else collectives.allocate(query.shape, query)
+            torch.addcmul(summed, others[-1], last, out=out)
         return out if fully_masked is None else out.masked_fill_(fully_masked, 0.0)
-
-    def _merged(self, query: Tensor) -> Tensor:
-        """A single block is the result; two of the query's dtype are interpolated; others are summed by weights."""
-        if len(self._outs) == 1:
-            return self._outs[0].to(query.dtype)
-        first, second = self._outs[:2]
-        if len(self._outs) == 2 and first.dtype == second.dtype == self._lses[0].dtype == query.dtype:
-            return first.lerp_(second, torch.sigmoid(self._lses[1] - self._lses[0]))
-        *weights, last = self._weights()
-        summed = self._sum(self._outs[:-1], weights)
-        if summed.dtype == query.dtype:
-            return summed.addcmul_(self._outs[-1], last)
-        out = collectives.allocate(query.shape, query)  # rounded as it is written
-        return torch.addcmul(summed, self._outs[-1], last, out=out)
 
     def _weights(self) -> list[Tensor]:
         """Returns each block's share of every row, [B, Sq, H, 1]."""
@@ -142,7 +138,7 @@ def _slots(key: Tensor, key_counts: Sequence[int], mesh_dim: MeshDim, streams: S
 def all_gather_blocks(block: Block, key_counts: Sequence[int], mesh_dim: MeshDim) -> Iterator[tuple[Owners, Block]]:
     """Yields the local block, then all others as one, gathered meanwhile. Extra memory: all keys and values."""
     packed = torch.cat([tensor.transpose(0, 1) for tensor in block], dim=2)
-    pending = collectives.all_gather_others(packed, key_counts, mesh_dim)
+    pending = collectives.all_gather_v(packed, key_counts, mesh_dim, mesh_dim.other_ranks)
     yield (mesh_dim.index,), block
     (other_blocks,) = pending.wait()
     key, value = other_blocks.transpose(0, 1).chunk(2, 2)
@@ -224,7 +220,14 @@ def all_to_all_layout(
     heads: Counts, parts: Parts, tokens: Counts, index: int, batch: int, dim: int, chunk: int, chunk_count: int
 ) -> AllToAllLayout:
     """Returns the layout of part `chunk` of tensors of `heads` each, of which ranks have the same multiples."""
-    runs = tuple(_runs(count, parts, chunk, chunk_count) for count in heads)
+    runs = []
+    for of_all_ranks in heads:
+        of_tensor, first = list[HeadRun](), 0
+        for each, group in groupby(chunk_sizes(of_all_ranks, parts)):
+            start, count = chunk_range(each, chunk_count, chunk)
+            of_tensor.append(HeadRun(ranks=len(list(group)), first=first, heads=each, start=start, count=count))
+            first += of_tensor[-1].ranks * each
+        runs.append(tuple(of_tensor))
     assert len({tuple(run.ranks for run in of_tensor) for of_tensor in runs}) == 1
     counts = [[run.count for run in of_tensor for _ in range(run.ranks)] for of_tensor in runs]
     by_rank = [sum(of_rank) for of_rank in zip(*counts, strict=True)]
@@ -232,8 +235,8 @@ def all_to_all_layout(
     by_heads = tuple(tokens[index] * batch * count * dim for count in by_rank)
     by_tokens = tuple(size * batch * sum(own) * dim for size in tokens)
     return AllToAllLayout(
-        runs=runs, heads=own, tokens=tokens, index=index, batch=batch, dim=dim, by_heads=by_heads, by_tokens=by_tokens,
-        even=len(set(tokens)) == len(set(by_rank)) == 1,
+        runs=tuple(runs), heads=own, tokens=tokens, index=index, batch=batch, dim=dim, by_heads=by_heads,
+        by_tokens=by_tokens, even=len(set(tokens)) == len(set(by_rank)) == 1,
     )  # fmt: skip
 
 
@@ -262,10 +265,13 @@ def head_chunks(
     of_queries, of_keys = heads[:1], (heads[1], heads[1])
     queries, keys = (tokens[first : first + mesh_dim.size] for tokens in tokens_by_rank)
     outbound = [((*of_queries, *of_keys), queries)] if same_tokens else [(of_queries, queries), (of_keys, keys)]
-    number = min(max_chunks, _chunk_count(query, heads, tokens_by_rank, mesh_dim.parts))
     start, own = chunk_range(heads[0], mesh_dim.parts, mesh_dim.index)
-
     batch, dim = query.shape[0], query.shape[3] + added
+    # The number of chunks follows from global counts alone: ranks that disagree would wait forever.
+    elements = heads[0] * max(tokens_by_rank[0]) + 2 * heads[1] * max(tokens_by_rank[1])
+    number = max_chunks if batch * query.shape[3] * query.element_size() * elements >= MIN_HIDDEN_BYTES else 1
+    if heads[1] < heads[0] and any(each % MAX_HEAD_CHUNKS for each in chunk_sizes(heads[1], mesh_dim.parts)):
+        number = 1
 
     def packed(heads: Counts, tokens: Counts, chunk: int) -> AllToAllLayout:
         return all_to_all_layout(heads, mesh_dim.parts, tokens, mesh_dim.index, batch, dim, chunk, number)
@@ -278,15 +284,6 @@ def head_chunks(
     return tuple(chunks)
 
 
-def _chunk_count(query: Tensor, heads: tuple[int, int], tokens_by_rank: TokensByRank, parts: Parts) -> int:
-    """Returns the number of head chunks, from global counts alone: ranks that disagree would wait forever."""
-    (of_queries, of_keys), (queries, keys) = heads, map(max, tokens_by_rank)
-    if of_keys < of_queries and any(own % MAX_HEAD_CHUNKS for own in chunk_sizes(of_keys, parts)):
-        return 1
-    sent = query.shape[0] * query.shape[3] * query.element_size() * (of_queries * queries + 2 * of_keys * keys)
-    return MAX_HEAD_CHUNKS if sent >= MIN_HIDDEN_BYTES else 1
-
-
 def to_heads(
     tensors: Sequence[Tensor], layout: AllToAllLayout, mesh_dim: MeshDim, streams: Streams, use: Hashable
 ) -> Pending:
@@ -295,8 +292,14 @@ def to_heads(
     send = streams.scratch(("send", use), (sum(layout.by_heads),), tensors[0])
     joined = all(map(_joined, tensors))
     for runs, segment in layout.segments(send, joined=joined):
-        parts = [run.of(tensor, joined=joined) for run, tensor in zip(runs, tensors, strict=True)]
-        _pack(parts, segment, dim=-1 if joined else -2)
+        dim, parts = -1 if joined else -2, [run.of(x, joined=joined) for run, x in zip(runs, tensors, strict=True)]
+        # CUDA's `cat` is one kernel for tensors of at most CAT_DIMS, and a copy for each tensor above
+        # (ATen/native/cuda/Shape.cu).
+        if segment.ndim <= CAT_DIMS:
+            torch.cat(parts, dim=dim, out=segment)
+            continue
+        for entry in range(segment.shape[2]):
+            torch.cat([part.select(2, entry) for part in parts], dim=dim, out=segment.select(2, entry))
     received = streams.scratch(("receive", use), (sum(layout.by_tokens),), tensors[0])
     return collectives.all_to_all(send, received, *layout.counts, mesh_dim)
 
@@ -322,25 +325,6 @@ def write_returned(returned: Tensor, layout: AllToAllLayout, out: Tensor) -> Non
         run.of(out, joined=joined).copy_(segment)
 
 
-def _pack(parts: Sequence[Tensor], out: Tensor, dim: int) -> None:
-    """Concatenates along `dim`, which is none of the first three. CUDA's `cat` is one kernel for tensors of at most 4
-    dims, and a copy for each tensor above (ATen/native/cuda/Shape.cu)."""
-    if out.ndim <= CAT_DIMS:
-        torch.cat(list(parts), dim=dim, out=out)
-        return
-    for entry in range(out.shape[2]):
-        torch.cat([part.select(2, entry) for part in parts], dim=dim, out=out.select(2, entry))
-
-
 def _joined(tensor: Tensor) -> bool:
     """Do heads and D of [B, tokens, H, D] lie in memory as one dim?"""
     return tensor.stride(3) == 1 and tensor.stride(2) == tensor.shape[3]
-
-
-def _runs(heads: int, parts: Parts, chunk: int, chunk_count: int) -> tuple[HeadRun, ...]:
-    runs, first = [], 0
-    for own, group in groupby(chunk_sizes(heads, parts)):
-        start, count = chunk_range(own, chunk_count, chunk)
-        runs.append(HeadRun(ranks=len(list(group)), first=first, heads=own, start=start, count=count))
-        first += runs[-1].ranks * own
-    return tuple(runs)

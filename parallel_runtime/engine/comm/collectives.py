@@ -10,7 +10,7 @@ the same bytes compute the same."""
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -82,19 +82,14 @@ def all_to_all(
     return Pending([work], [buffer], [outputs], mesh_dim.group_state)
 
 
-def all_gather_v(chunk: Tensor, sizes: Sequence[int], mesh_dim: MeshDim) -> Pending:
+def all_gather_v(chunk: Tensor, sizes: Sequence[int], mesh_dim: MeshDim, peers: Sequence[int] | None = None) -> Pending:
     """Starts an all-gather along dim 0: `chunk` [sizes[index], ...] of every rank makes [sum(sizes), ...], in rank
-    order.
+    order; of `peers` alone, in their order, if there are any.
 
     Point to point, straight into place: nothing is padded, and on gloo it is faster than its all-gather."""
-    output = allocate((sum(sizes), *chunk.shape[1:]), chunk)
-    return _all_gather_p2p(output, chunk.contiguous(), range(mesh_dim.size), sizes, mesh_dim)
-
-
-def all_gather_others(chunk: Tensor, sizes: Sequence[int], mesh_dim: MeshDim) -> Pending:
-    """Starts an all-gather of the other ranks' chunks, starting after this rank: [sum of their sizes, ...]."""
-    others = allocate((sum(sizes) - sizes[mesh_dim.index], *chunk.shape[1:]), chunk)
-    return _all_gather_p2p(others, chunk.contiguous(), mesh_dim.other_ranks, sizes, mesh_dim)
+    peers = range(mesh_dim.size) if peers is None else peers
+    output = allocate((sum(sizes[peer] for peer in peers), *chunk.shape[1:]), chunk)
+    return _all_gather_p2p(output, chunk.contiguous(), peers, sizes, mesh_dim)
 
 
 def all_gather_into(output: Tensor, chunk: Tensor, sizes: Sequence[int], mesh_dim: MeshDim) -> Pending:
@@ -113,10 +108,9 @@ def _all_gather_p2p(
     buffers = dict(zip(peers, buffer.split([sizes[peer] for peer in peers]), strict=True))
     if mesh_dim.index in buffers:
         buffers[mesh_dim.index].copy_(to_send)
-    operations = [_p2p(dist.isend, to_send, peer, mesh_dim) for peer in others]
-    # In the order in which they send to this rank: the one before it does so first.
-    operations += [_p2p(dist.irecv, buffers[peer], peer, mesh_dim) for peer in reversed(others)]
-    return Pending(_start(operations), [buffer], [output], mesh_dim.group_state)
+    # Received in the order in which they send to this rank: the one before it does so first.
+    works = _start(dict.fromkeys(others, to_send), {peer: buffers[peer] for peer in reversed(others)}, mesh_dim)
+    return Pending(works, [buffer], [output], mesh_dim.group_state)
 
 
 def ring_send_recv(block: Tensor, recv_buffer: Tensor, mesh_dim: MeshDim) -> Pending:
@@ -128,11 +122,10 @@ def ring_send_recv(block: Tensor, recv_buffer: Tensor, mesh_dim: MeshDim) -> Pen
 def send_recv(send_tensors: Mapping[int, Tensor], recv_buffers: Mapping[int, Tensor], mesh_dim: MeshDim) -> Pending:
     """Sends `send_tensors[i]` to rank i of `mesh_dim`, while its tensor arrives in `recv_buffers[i]`; every rank knows
     all sizes beforehand. Returns the buffers, in their order."""
-    buffers = [_comm_buffer(tensor, mesh_dim) for tensor in recv_buffers.values()]
+    buffers = {peer: _comm_buffer(tensor, mesh_dim) for peer, tensor in recv_buffers.items()}
     sent = {peer: _to_comm_device(tensor.contiguous(), mesh_dim) for peer, tensor in send_tensors.items()}
-    operations = [_p2p(dist.isend, tensor, peer, mesh_dim) for peer, tensor in sent.items()]
-    operations += [_p2p(dist.irecv, buffer, peer, mesh_dim) for peer, buffer in zip(recv_buffers, buffers, strict=True)]
-    return Pending(_start(operations), buffers, list(recv_buffers.values()), mesh_dim.group_state)
+    works = _start(sent, buffers, mesh_dim)
+    return Pending(works, list(buffers.values()), list(recv_buffers.values()), mesh_dim.group_state)
 
 
 def _to_comm_device(tensor: Tensor, mesh_dim: MeshDim) -> Tensor:
@@ -144,13 +137,14 @@ def _comm_buffer(tensor: Tensor, mesh_dim: MeshDim) -> Tensor:
     return tensor if mesh_dim.comm_device is None else allocate(tensor.shape, tensor, mesh_dim.comm_device)
 
 
-def _p2p(operation: Callable[..., Any], tensor: Tensor, peer: int, mesh_dim: MeshDim) -> dist.P2POp:
-    return dist.P2POp(operation, tensor, mesh_dim.ranks[peer], mesh_dim.group)
-
-
-def _start(operations: list[dist.P2POp]) -> list[dist.Work]:
-    """Starts the operations. Empty tensors are left out, on both ends."""
-    operations = [operation for operation in operations if operation.tensor.numel()]
+def _start(sent: Mapping[int, Tensor], received: Mapping[int, Tensor], mesh_dim: MeshDim) -> list[dist.Work]:
+    """Starts to send and receive these tensors, by peer, in this order. Empty ones are left out, on both ends."""
+    operations = [
+        dist.P2POp(operation, tensor, mesh_dim.ranks[peer], mesh_dim.group)
+        for operation, tensors in ((dist.isend, sent), (dist.irecv, received))
+        for peer, tensor in tensors.items()
+        if tensor.numel()
+    ]
     return dist.batch_isend_irecv(operations) if operations else []
 
 
@@ -176,8 +170,6 @@ def from_float8(packed: Tensor, dtype: torch.dtype) -> Tensor:
     scale = packed[..., dim:].contiguous().view(torch.bfloat16)
     return packed[..., :dim].view(_FLOAT8).to(dtype) * scale.to(dtype)
 
-
-FINGERPRINT_DIGITS = 15  # in base 16: what fits into an int64
 
 # A rank that leaves the loop, or skips blocks, alone leaves the others waiting in a collective forever. So no rank may
 # act on what only it has seen (a message, a threshold, a failure) before it has asked by these, which gather ints on
@@ -211,7 +203,7 @@ def any_rank(flag: bool, dim: MeshDim | None = None) -> bool:
 
 def differing_ranks(*parts: str | bytes | Tensor, dim: MeshDim | None = None) -> list[int]:
     """Returns the ranks whose texts or tensors differ from rank 0's in any bit. Collective as `all_gather_ints`."""
-    digests = all_gather_int(int(fingerprint(*parts)[:FINGERPRINT_DIGITS], 16), dim)
+    digests = all_gather_int(int(fingerprint(*parts)[:15], 16), dim)  # in base 16 so many digits fit into an int64
     return [rank for rank, digest in enumerate(digests) if digest != digests[0]]
 
 
@@ -263,7 +255,9 @@ def _set_shared_scale(context: MeshDim, layer: Any, args: tuple[Any, ...], kwarg
     if not isinstance(activations, Tensor):
         return
     if kwargs.get("input_act") is not None:  # since ComfyUI 0.39 the layer quantises what this makes of its input
-        activations = _input_act_of(layer)(activations, **{name: kwargs[name] for name in _ACT if name in kwargs})
+        modules = (sys.modules[kind.__module__] for kind in type(layer).__mro__)
+        act = next(vars(module)["_eager_input_act"] for module in modules if hasattr(module, "_eager_input_act"))
+        activations = act(activations, **{name: kwargs[name] for name in _ACT if name in kwargs})
     smoothing = getattr(layer, "pre_quant_scale", None)
     if smoothing is not None:
         activations = activations * smoothing.to(activations)
@@ -271,12 +265,6 @@ def _set_shared_scale(context: MeshDim, layer: Any, args: tuple[Any, ...], kwarg
     shared_max = local_max.to(device=context.comm_device or local_max.device, dtype=torch.float32)
     dist.all_reduce(shared_max, dist.ReduceOp.MAX, group=context.group)
     layer.input_scale = shared_max.to(local_max) / _NVFP4_LARGEST
-
-
-def _input_act_of(layer: Any) -> Callable[..., Tensor]:
-    """Returns the function that ComfyUI's layer applies to its input, by its module."""
-    modules = (sys.modules[kind.__module__] for kind in type(layer).__mro__)
-    return next(vars(module)["_eager_input_act"] for module in modules if hasattr(module, "_eager_input_act"))
 
 
 def _remove_scale(layer: Any, *_: Any) -> None:

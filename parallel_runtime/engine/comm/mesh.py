@@ -1,10 +1,8 @@
-"""This rank's place among pipeline x data x cfg x ring x ulysses ranks, with the groups to talk to.
-
-Built once, then frozen."""
+"""This rank's place among pipeline x data x cfg x ring x ulysses ranks, with the groups to talk to: built once."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -69,8 +67,7 @@ class ContextMesh:
     """`context` is ring and ulysses together, ring-major: the ranks that share one sequence. `pipeline` is those that
     have the same place in each stage.
 
-    `device_mesh` is the one-dim DeviceMesh of the context ranks (None: a single rank), for sharding weights over them.
-    """
+    `device_mesh` is the one-dim DeviceMesh of the context ranks (None: a single rank), to shard weights over them."""
 
     pipeline: MeshDim = field(default_factory=MeshDim)
     data: MeshDim = field(default_factory=MeshDim)
@@ -84,17 +81,12 @@ class ContextMesh:
     def dims(self) -> list[MeshDim]:
         return [*(getattr(self, name) for name in MESH_DIMS), self.context]
 
-    @property
-    def batch_groups(self) -> int:
-        """Returns the number of batch groups: context meshes that compute other prompts or images."""
-        return self.data.size * self.cfg.size
-
     def with_shares(self, shares: tuple[int, ...]) -> ContextMesh:
         """Returns the mesh with the `shares` of a Parallelism, one a rank; () for equal shares.
 
         Tokens follow each rank's own share, heads the shares of all ring ranks that have them, and entries of a batch
         those of all ranks of a data group. Every batch group has as many prompts. Stages of a pipeline split alike."""
-        ranks = self.batch_groups * self.context.size
+        ranks = self.data.size * self.cfg.size * self.context.size
         shares = tuple(sum(shares[place::ranks]) for place in range(ranks)) if shares else (1,) * ranks
         group = self.data.index * self.cfg.size + self.cfg.index
         own = shares[group * self.context.size :][: self.context.size]
@@ -133,7 +125,14 @@ def build_mesh(
     sizes = {name: size for name, size in zip(MESH_DIMS, parallelism.mesh_shape, strict=True) if size > 1}
     mesh = init_device_mesh((comm_device or device).type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     mesh_dims = {name: mesh_dim_of(mesh[name].get_group(), comm_device, single_rank.group_state) for name in sizes}
-    context = _context(mesh, mesh_dims, comm_device, single_rank)
+    # Ring and Ulysses together have a group of their own only where no other group has these ranks.
+    parts = [mesh_dims[name] for name in ("ring", "ulysses") if name in mesh_dims]
+    if len(parts) < 2:
+        context = parts[0] if parts else single_rank
+    else:
+        group = dist.group.WORLD if len(mesh_dims) == 2 else mesh["ring", "ulysses"]._flatten().get_group()
+        assert group is not None
+        context = mesh_dim_of(group, comm_device, single_rank.group_state)
     flat = None if context.group is None else DeviceMesh.from_group(context.group, mesh.device_type)
     for mesh_dim in (*mesh_dims.values(), context):
         _copy_world_timeout(mesh_dim, device)
@@ -171,19 +170,6 @@ def participating_ranks(sizes: Sequence[int], device: torch.device) -> MeshDim |
         return None
     shares, comm_device = tuple(size for size in sizes if size), comm_device_of(device)
     return MeshDim(size=len(ranks), index=ranks.index(own), ranks=ranks, shares=shares, comm_device=comm_device)
-
-
-def _context(
-    mesh: DeviceMesh, mesh_dims: Mapping[str, MeshDim], comm_device: torch.device | None, single_rank: MeshDim
-) -> MeshDim:
-    """Returns the dim of ring and Ulysses together; it has its own group only where no other has these ranks."""
-    parts = [mesh_dims[name] for name in ("ring", "ulysses") if name in mesh_dims]
-    if len(parts) < 2:
-        return parts[0] if parts else single_rank
-    if len(mesh_dims) == 2:
-        assert dist.group.WORLD is not None
-        return mesh_dim_of(dist.group.WORLD, comm_device, single_rank.group_state)
-    return mesh_dim_of(mesh["ring", "ulysses"]._flatten().get_group(), comm_device, single_rank.group_state)
 
 
 def _copy_world_timeout(mesh_dim: MeshDim, device: torch.device) -> None:

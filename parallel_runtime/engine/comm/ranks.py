@@ -19,12 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore
-from torch.distributed.elastic.rendezvous import (
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-    rendezvous_handler_registry,
-)
+from torch.distributed.elastic import rendezvous
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from ...accelerators import KERNELS, distributed_backends, version_of
@@ -46,21 +41,21 @@ def store_at(place: str, prefix: str) -> Store:
 class StoreRendezvous(StaticTCPRendezvous):
     """torchrun's static rendezvous of machines with fixed node ranks, in a store that is already open."""
 
-    def __init__(self, parameters: RendezvousParameters) -> None:
+    def __init__(self, parameters: rendezvous.RendezvousParameters) -> None:
         super().__init__("", 0, int(parameters.config["machine"]), parameters.max_nodes, parameters.run_id, timeout=0)
         self._place = parameters.endpoint
 
     def get_backend(self) -> str:
         return RENDEZVOUS
 
-    def next_rendezvous(self) -> RendezvousInfo:
-        unused = RendezvousStoreInfo("", 0)  # only for ranks that read torchrun's variables
-        return RendezvousInfo(store_at(self._place, "machines"), self.rank, self.world_size, unused)
+    def next_rendezvous(self) -> rendezvous.RendezvousInfo:
+        unused = rendezvous.RendezvousStoreInfo("", 0)  # only for ranks that read torchrun's variables
+        return rendezvous.RendezvousInfo(store_at(self._place, "machines"), self.rank, self.world_size, unused)
 
 
 def register_rendezvous() -> None:
-    """Registers the rendezvous with torchrun under NAME."""
-    rendezvous_handler_registry.register(RENDEZVOUS, StoreRendezvous)
+    """Registers the rendezvous with torchrun under RENDEZVOUS."""
+    rendezvous.rendezvous_handler_registry.register(RENDEZVOUS, StoreRendezvous)
 
 
 # The host watches for stalls and ends the whole group; a collective that timed out alone would only blur the cause.
@@ -246,20 +241,15 @@ CGROUP = Path("/sys/fs/cgroup")  # of this container, where it is one
 def host_free_bytes() -> int:
     """Returns the bytes of main memory that are free without swapping, and below the limit of a container."""
     meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    return min([int(meminfo["MemAvailable"].split()[0]) << 10, *_free_bytes_of_cgroup()])
-
-
-def _free_bytes_of_cgroup() -> list[int]:
-    """Returns the bytes below the limit of the cgroup (v2, else v1), with those of cached files; [] without a limit."""
-    for folder, limit, used in (
-        (CGROUP, "memory.max", "memory.current"),
-        (CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
+    available = int(meminfo["MemAvailable"].split()[0]) << 10
+    v2 = CGROUP, "memory.max", "memory.current"
+    v1 = CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+    for folder, limit, used in (v2, v1):
         with suppress(OSError, ValueError):  # "max" is no number
             cached = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
             free = int((folder / limit).read_text()) - int((folder / used).read_text())
-            return [max(0, free + int(cached["inactive_file"]))]
-    return []
+            return min(available, max(0, free + int(cached["inactive_file"])))
+    return available
 
 
 def free_bytes(device: torch.device) -> int:

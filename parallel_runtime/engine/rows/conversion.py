@@ -27,7 +27,7 @@ from ..comm.collectives import Pending, allocate, send_recv
 from ..comm.mesh import MeshDim
 from ..split.streams import chunk_sizes
 from . import functions
-from .levels import Handlers, RowFunctions, Share
+from .functions import Handlers, RowFunctions, Share
 
 ATTENTION = {"optimized_attention", "optimized_vae_attention"}  # what ComfyUI's VAE blocks call, attributes of theirs
 CHUNKED = "comfy_has_chunked_io"  # ComfyUI's attribute: the VAE moves its input, and writes its output, chunk by chunk
@@ -70,8 +70,16 @@ class Conversion:
         divided = nullcontext() if share.ranks.size == 1 else _dividing(self.model, share, tick)
         with self.on_rows(share.local_units, sum(share.units)), divided:
             output = getattr(self.model, self.method)(local.contiguous(), **options)
-        if place is not None and output is not place:
-            _copy_out(output, place)
+        if place is None or output is place:
+            return output
+        made = output.unsqueeze(2) if output.ndim == 4 and place.ndim == 5 else output  # of one frame: no dim of time
+        if made.shape != place.shape:
+            raise Unsplittable(f"a worker made {tuple(made.shape)} where {tuple(place.shape)} was expected")
+        # To main memory, and widened there, a piece at a time: a wide copy would fill the device.
+        dim = 2 if made.ndim == 5 else 0
+        step = max(1, made.shape[dim] * PIECE_BYTES // max(1, made.numel() * made.element_size()))
+        for piece, target in zip(made.split(step, dim), place.split(step, dim), strict=True):
+            target.copy_(piece.to(place.device))
         return output
 
     def self_test(self, x: Tensor, full_share: Share) -> float:
@@ -84,7 +92,12 @@ class Conversion:
         total = 2 * ranks.size
         share = Share(ranks=ranks, dim=dim, units=(2,) * ranks.size)
         single_rank = Share(ranks=MeshDim(), dim=dim, units=(total,))
-        small = _trial_input(x, self.method, total * unit, TRIAL_COLUMNS * unit, dim)
+        shape, plane = list(x.shape), (total * unit, TRIAL_COLUMNS * unit)
+        shape[0] = min(2, shape[0])
+        if x.ndim == 5:
+            shape[2] = min(TRIAL_FRAMES[self.method], shape[2])
+        shape[-2:] = plane if dim == -2 else plane[::-1]
+        small = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(x.dtype)
         runs = []
         for part in (single_rank, share):
             torch.manual_seed(2)
@@ -96,30 +109,9 @@ class Conversion:
         return float((local - expected).norm() / expected.norm().clamp_min(1e-12))
 
 
-def _copy_out(output: Tensor, place: Tensor) -> None:
-    """Copies to main memory, and widens it there, a piece at a time: a wide copy would fill the device."""
-    if output.ndim == 4 and place.ndim == 5:  # of one frame, without the dim of time
-        output = output.unsqueeze(2)
-    if output.shape != place.shape:
-        raise Unsplittable(f"a worker made {tuple(output.shape)} where {tuple(place.shape)} was expected")
-    dim = 2 if output.ndim == 5 else 0
-    step = max(1, output.shape[dim] * PIECE_BYTES // max(1, output.numel() * output.element_size()))
-    for piece, target in zip(output.split(step, dim), place.split(step, dim), strict=True):
-        target.copy_(piece.to(place.device))
-
-
 def error_limit(dtype: torch.dtype) -> float:
     """Returns the largest distance that a self-test allows: rounding alone comes to 2e-2 in bfloat16."""
     return 1e-3 if dtype in functions.WIDE else 5e-2
-
-
-def _trial_input(x: Tensor, method: VAEMethod, along: int, across: int, dim: int) -> Tensor:
-    shape = list(x.shape)
-    shape[0] = min(2, shape[0])
-    if x.ndim == 5:
-        shape[2] = min(TRIAL_FRAMES[method], shape[2])
-    shape[-2:] = (along, across) if dim == -2 else (across, along)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(x.dtype)
 
 
 @contextmanager

@@ -1,27 +1,137 @@
-"""torch's functions on this rank's rows of a larger tensor: with the neighbours' rows, with all ranks' statistics or
-keys, on these rows only where no other matters, or refused."""
+"""This rank's rows (dim -2; or columns, -1) of every activation, and torch's functions on them: with the neighbours'
+rows, which travel while the inside is computed; with all ranks' statistics or keys; on these rows alone; or refused."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from ...errors import Unsplittable
 from ..attention.dispatch import attend_block
 from ..attention.ring_and_ulysses import Merge, rotate
 from ..comm.collectives import all_gather_v, allocate, send_recv
-from .levels import Share, fetch_neighbour_rows
+from ..comm.mesh import MeshDim
 
+Rows = tuple[int, ...]  # of each rank
+Handlers = dict[Any, Callable[..., Any]]  # by function: called with a Share, the function and its arguments
+NeighbourRows = Callable[[], tuple[Tensor | None, Tensor | None]]
 PIECE_ELEMENTS = 2**22  # 16 MiB in float32, which stay in a GPU's cache
 WIDE = (torch.float32, torch.float64)
 
 Size = int | Sequence[int]
 Given = Tensor | None  # None where a function is called without it
 Function = Callable[..., Tensor]
-FIELDS: dict[str, Function] = {"randn_like": torch.randn, "rand_like": torch.rand}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Share:
+    """Rank i of `ranks` has `units[i]` rows of the latent, and f times as many of a level that is f times as fine."""
+
+    ranks: MeshDim
+    dim: int
+    units: tuple[int, ...]
+    _weights: dict[tuple[Rows, torch.device], Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert self.dim in (-2, -1)
+        assert len(self.units) == self.ranks.size
+        assert min(self.units) >= 1, "a rank without rows: use fewer ranks"
+
+    @property
+    def index(self) -> int:
+        return self.ranks.index
+
+    @property
+    def local_units(self) -> int:
+        return self.units[self.index]
+
+    def is_level(self, x: Tensor) -> bool:
+        """Returns whether `x` can be this rank's rows of some level."""
+        return x.shape[self.dim] % self.local_units == 0
+
+    def rows_of(self, x: Tensor, what: str) -> Rows:
+        """Returns the rows of each rank at the level of `x`. Raises Refused where `x` cannot be this rank's rows."""
+        factor, left = divmod(x.shape[self.dim], self.local_units)
+        if left:
+            raise Unsplittable(f"{what} of {tuple(x.shape)}: dim {self.dim} is no multiple of {self.local_units} rows")
+        return tuple(units * factor for units in self.units)
+
+    def full_of(self, x: Tensor) -> Tensor | None:
+        """Returns the picture of which `x` is this rank's rows, if every rank has all of it."""
+        return None
+
+    def split(self, x: Tensor) -> Tensor:
+        """Returns this rank's rows of a full tensor of any level."""
+        factor = x.shape[self.dim] // sum(self.units)
+        return x.narrow(self.dim, sum(self.units[: self.index]) * factor, self.local_units * factor)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Returns the full tensor of all ranks' rows. Collective."""
+        (rows,) = all_gather_v(x.movedim(self.dim, 0), self.rows_of(x, "a gather"), self.ranks).wait()
+        return rows.movedim(0, self.dim)
+
+    def weights(self, x: Tensor) -> Tensor:
+        """Returns each rank's share of all rows of `x`, which lie flat in 3 dims: float32, the weights of a mean."""
+        key = rows, _ = (self.rows_of(x, "a group norm") if x.ndim > 3 else self.units), x.device
+        if key not in self._weights:
+            self._weights[key] = torch.tensor([each / sum(rows) for each in rows], device=x.device)
+        return self._weights[key]
+
+
+def fetch_neighbour_rows(share: Share, x: Tensor, before: int, after: int) -> NeighbourRows:
+    """Starts to fetch `before` and `after` rows next to this rank's, no more than any rank has. The result waits for
+    them, and is None at an outer edge and where none were asked for. Collective."""
+    rows, ranks = x.shape[share.dim], range(share.ranks.size)
+    send: dict[int, Tensor] = {}
+    receive: dict[int, list[int]] = {}
+    sides = ((share.index - 1, 0, after, before), (share.index + 1, rows - before, before, after))
+    for peer, start, sent_rows, received_rows in sides:
+        if peer in ranks and sent_rows:
+            send[peer] = x.narrow(share.dim, start, sent_rows)
+        if peer in ranks and received_rows:
+            receive[peer] = list(x.shape)
+            receive[peer][share.dim] = received_rows
+    if not send and not receive:
+        return lambda: (None, None)
+    # Every rank has the whole latent: its rows need not travel.
+    if (full := share.full_of(x)) is not None:
+        first = sum(share.rows_of(x, "rows")[: share.index])
+        ranges = {share.index - 1: (first - before, before), share.index + 1: (first + rows, after)}
+        edges = {peer: full.narrow(share.dim, *ranges[peer]) for peer in receive}
+        return lambda: (edges.get(share.index - 1), edges.get(share.index + 1))
+    buffers = {peer: allocate(shape, x) for peer, shape in receive.items()}
+    pending = send_recv(send, buffers, share.ranks)
+
+    def wait() -> tuple[Tensor | None, Tensor | None]:
+        pending.wait()
+        return buffers.get(share.index - 1), buffers.get(share.index + 1)
+
+    return wait
+
+
+class RowFunctions(TorchFunctionMode):
+    """Functions with one of `handlers` treat a tensor as this rank's rows of a larger one in this mode. `tick` is
+    called before each of them: equally often, in the same places, on every rank."""
+
+    def __init__(self, share: Share, handlers: Handlers, tick: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
+        self._share = share
+        self._handlers = handlers
+        self._tick = tick
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        handler = self._handlers.get(func)
+        if handler is None:
+            return func(*args, **(kwargs or {}))
+        self._tick()
+        return handler(self._share, func, *args, **(kwargs or {}))
 
 
 def convolution(
@@ -29,23 +139,32 @@ def convolution(
     padding: Any = 0, dilation: Size = 1, groups: int = 1,
 ) -> Tensor:  # fmt: skip
     """Computes torch.nn.functional.conv2d or conv3d."""
-    dims = weight.ndim - 2
+    dim, dims = share.dim, weight.ndim - 2
     if isinstance(padding, str):
         raise Unsplittable(f"a convolution with padding {padding!r}")
     stride, padding, dilation = (_per_dim(size, dims) for size in (stride, padding, dilation))
     run = partial(func, weight=weight, bias=bias, stride=stride, dilation=dilation, groups=groups)
-    rows = padding[share.dim]
-    if weight.shape[share.dim] == stride[share.dim] == 1 and rows == 0:
-        return run(x, padding=padding)
-    if rows == 0:  # what it needs was padded before, or it needs nothing
+    halo, reach = padding[dim], (weight.shape[dim] - 1) * dilation[dim]
+    if halo == 0:  # what it needs was padded before, or it needs nothing
         y = run(x, padding=padding)
-    else:
-        reach, across = (weight.shape[share.dim] - 1) * dilation[share.dim], list(padding)
-        across[share.dim] = 0
-        if stride[share.dim] == 1 and x.shape[share.dim] >= 2 * reach and rows <= min(share.rows_of(x, "padding")):
-            y = _convolve_edges(share, run, x, padding, across, reach)
-        else:  # an output row at one edge may need the other's halo, or one from afar, or rows are skipped
-            y = run(pad(share, F.pad, x, [*[0, 0] * (-1 - share.dim), rows, rows]), padding=tuple(across))
+        return y if weight.shape[dim] == stride[dim] == 1 else _check_level(share, y, x, weight, stride, padding)
+    across = list(padding)
+    across[dim] = 0
+    run_edge = partial(run, padding=tuple(across))
+    if stride[dim] > 1 or x.shape[dim] < 2 * reach or halo > min(share.rows_of(x, "padding")):
+        # An output row at one edge may need the other's halo, or one from afar, or rows are skipped.
+        y = run_edge(pad(share, F.pad, x, [*[0, 0] * (-1 - dim), halo, halo]))
+        return _check_level(share, y, x, weight, stride, padding)
+    neighbour_rows = fetch_neighbour_rows(share, x, halo, halo)
+    # With zeros for the neighbours' rows while these travel, and the rows at inner edges again: so no activation is
+    # copied for its halo.
+    y = run(x, padding=padding)
+    top, bottom = neighbour_rows()
+    if top is not None:
+        y.narrow(dim, 0, halo).copy_(run_edge(torch.cat([top, x.narrow(dim, 0, reach)], dim)))
+    if bottom is not None:
+        edge = torch.cat([x.narrow(dim, x.shape[dim] - reach, reach), bottom], dim)
+        y.narrow(dim, y.shape[dim] - halo, halo).copy_(run_edge(edge))
     return _check_level(share, y, x, weight, stride, padding)
 
 
@@ -93,24 +212,6 @@ def transposed(
     return func(x, weight, bias, stride, padding, output_padding, groups, dilation)
 
 
-def _convolve_edges(
-    share: Share, run: Function, x: Tensor, padding: Sequence[int], across: list[int], reach: int
-) -> Tensor:
-    """Convolves, and computes the rows at inner edges again. `across` is `padding` without that along the split dim."""
-    dim, rows, pad = share.dim, x.shape[share.dim], padding[share.dim]
-    neighbour_rows = fetch_neighbour_rows(share, x, pad, pad)
-    # With zeros for the neighbours' rows while these travel: so no activation is copied for its halo.
-    y = run(x, padding=tuple(padding))
-    top, bottom = neighbour_rows()
-    if top is not None:
-        edge = torch.cat([top, x.narrow(dim, 0, reach)], dim)
-        y.narrow(dim, 0, pad).copy_(run(edge, padding=tuple(across)))
-    if bottom is not None:
-        edge = torch.cat([x.narrow(dim, rows - reach, reach), bottom], dim)
-        y.narrow(dim, y.shape[dim] - pad, pad).copy_(run(edge, padding=tuple(across)))
-    return y
-
-
 def _per_dim(size: Size, dims: int) -> tuple[int, ...]:
     sizes = (size,) if isinstance(size, int) else tuple(size)
     return sizes * dims if len(sizes) == 1 else sizes
@@ -148,9 +249,8 @@ def group_norm(
 ) -> Tensor:  # fmt: skip
     """Computes torch.nn.functional.group_norm with the statistics of all ranks, in float32 whatever `x` is in."""
     weights = share.weights(x)
-    local = _moments(x, num_groups)
-    (moments,) = all_gather_v(local[None], [1] * share.ranks.size, share.ranks).wait()
-    return _normalize(x, _combined_moments(weights, moments), weight, bias, eps)
+    (moments,) = all_gather_v(_moments(x, num_groups)[None], [1] * share.ranks.size, share.ranks).wait()
+    return _normalize(x, weights, moments, weight, bias, eps)
 
 
 def group_norm_with_edges(
@@ -169,15 +269,20 @@ def group_norm_with_edges(
     moments = [by_rank[rank][: len(packed)].view(local.dtype).view(local.shape) for rank in range(share.ranks.size)]
     by_edge = {peer: by_rank[peer][len(packed) :].view(edge.shape) for peer, edge in edges.items() if peer in by_rank}
     before, after = (edges | by_edge).values()
-    combined = _combined_moments(weights, torch.stack(moments))
-    return _normalize(torch.cat([before, x, after], dim), combined, weight, bias, eps)
+    return _normalize(torch.cat([before, x, after], dim), weights, torch.stack(moments), weight, bias, eps)
 
 
-def _normalize(x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """Normalizes in one fused kernel, in float32: a batch norm whose channels are all items' channels."""
+def _normalize(x: Tensor, weights: Tensor, moments: Tensor, weight: Given, bias: Given, eps: float) -> Tensor:
+    """Normalizes by the moments [ranks, 2, batch, groups], of which each rank has its share of `weights`."""
+    # Mean of variances, and variance of means (Chan).
+    means, variances = moments.unbind(1)
+    weights = weights.to(means.dtype)
+    combined = torch.tensordot(weights, means, 1)
+    of_all = torch.stack([combined, torch.tensordot(weights, variances + (means - combined).square(), 1)])
+    # In one fused kernel, in float32: a batch norm whose channels are all items' channels.
     batch, channels = x.shape[:2]
-    by_group = (2, batch, moments.shape[2], channels // moments.shape[2])
-    mean, variance = moments.unsqueeze(3).expand(by_group).reshape(2, -1)
+    by_group = (2, batch, of_all.shape[2], channels // of_all.shape[2])
+    mean, variance = of_all.unsqueeze(3).expand(by_group).reshape(2, -1)
     weight, bias = (None if value is None else value.to(mean.dtype).repeat(batch) for value in (weight, bias))
     rows = x.reshape(1, batch * channels, -1)
     return F.batch_norm(rows, mean, variance, weight, bias, False, 0.0, eps).view(x.shape)
@@ -200,14 +305,6 @@ def _moments(x: Tensor, num_groups: int) -> Tensor:
     variances, means = torch.cat(of_each, 1).view(2, *x.shape[:3])
     variance, mean = torch.var_mean(means, 2, correction=0)
     return torch.stack([mean, variance + variances.mean(2)])
-
-
-def _combined_moments(weights: Tensor, moments: Tensor) -> Tensor:
-    """Combines [ranks, 2, batch, groups] into [2, batch, groups]: mean of variances, variance of means (Chan)."""
-    means, variances = moments.unbind(1)
-    weights = weights.to(means.dtype)
-    mean = torch.tensordot(weights, means, 1)
-    return torch.stack([mean, torch.tensordot(weights, variances + (means - mean).square(), 1)])
 
 
 def norm(
@@ -273,7 +370,8 @@ def noise(share: Share, func: Function, *args: Any, **kwargs: Any) -> Tensor:
     if like:
         kwargs = {"dtype": args[0].dtype, "device": args[0].device, **kwargs}
         kwargs.pop("memory_format", None)
-    return share.split(FIELDS.get(func.__name__, func)(shape, **kwargs))
+    draw: dict[str, Function] = {"randn_like": torch.randn, "rand_like": torch.rand}
+    return share.split(draw.get(func.__name__, func)(shape, **kwargs))
 
 
 def reduce(share: Share, func: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -1,134 +1,27 @@
-"""The rows (dim -2) or columns (dim -1) of every activation that each rank computes, and the neighbours' rows at its
-edges, which travel while the inside is computed; the mode in which functions of torch go by them; and, for a UNet, the
-rows of each of its levels, as pictures and as streams of tokens."""
+"""A UNet that is split by rows: the rows of each of its levels, as pictures and as streams of tokens, and ComfyUI's
+patches inside of it, which see full tensors and full shapes, and whose outputs are split. The attention between two
+patches of a block is computed in full on every rank.
+
+Knows the kinds of patches by ComfyUI's names, and no single patch."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
+from ...architectures.block_patches import sees_each_token
 from ...architectures.row_plan import sides_to_cut
 from ...architectures.split_plan import TEXT
 from ...errors import Unsplittable
-from ..comm.collectives import all_gather_v, allocate, send_recv
+from ..comm.collectives import all_gather_v
 from ..comm.mesh import MeshDim
 from ..split.streams import Streams, chunk_sizes
-
-Rows = tuple[int, ...]  # of each rank
-Handlers = dict[Any, Callable[..., Any]]  # by function: called with a Share, the function and its arguments
-NeighbourRows = Callable[[], tuple[Tensor | None, Tensor | None]]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Share:
-    """Rank i of `ranks` has `units[i]` rows of the latent, and f times as many of a level that is f times as fine."""
-
-    ranks: MeshDim
-    dim: int
-    units: tuple[int, ...]
-    _weights: dict[tuple[Rows, torch.device], Tensor] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        assert self.dim in (-2, -1)
-        assert len(self.units) == self.ranks.size
-        assert min(self.units) >= 1, "a rank without rows: use fewer ranks"
-
-    @property
-    def index(self) -> int:
-        return self.ranks.index
-
-    @property
-    def local_units(self) -> int:
-        return self.units[self.index]
-
-    def is_level(self, x: Tensor) -> bool:
-        """Returns whether `x` can be this rank's rows of some level."""
-        return x.shape[self.dim] % self.local_units == 0
-
-    def rows_of(self, x: Tensor, what: str) -> Rows:
-        """Returns the rows of each rank at the level of `x`. Raises Refused where `x` cannot be this rank's rows."""
-        factor, left = divmod(x.shape[self.dim], self.local_units)
-        if left:
-            raise Unsplittable(f"{what} of {tuple(x.shape)}: dim {self.dim} is no multiple of {self.local_units} rows")
-        return tuple(units * factor for units in self.units)
-
-    def full_of(self, x: Tensor) -> Tensor | None:
-        """Returns the picture of which `x` is this rank's rows, if every rank has all of it."""
-        return None
-
-    def split(self, x: Tensor) -> Tensor:
-        """Returns this rank's rows of a full tensor of any level."""
-        factor = x.shape[self.dim] // sum(self.units)
-        return x.narrow(self.dim, sum(self.units[: self.index]) * factor, self.local_units * factor)
-
-    def gather(self, x: Tensor) -> Tensor:
-        """Returns the full tensor of all ranks' rows. Collective."""
-        (rows,) = all_gather_v(x.movedim(self.dim, 0), self.rows_of(x, "a gather"), self.ranks).wait()
-        return rows.movedim(0, self.dim)
-
-    def weights(self, x: Tensor) -> Tensor:
-        """Returns each rank's share of all rows of `x`, which lie flat in 3 dims: float32, the weights of a mean."""
-        key = rows, _ = (self.rows_of(x, "a group norm") if x.ndim > 3 else self.units), x.device
-        if key not in self._weights:
-            self._weights[key] = torch.tensor([each / sum(rows) for each in rows], device=x.device)
-        return self._weights[key]
-
-
-def fetch_neighbour_rows(share: Share, x: Tensor, before: int, after: int) -> NeighbourRows:
-    """Starts to fetch `before` and `after` rows next to this rank's, no more than any rank has. The result waits for
-    them, and is None at an outer edge and where none were asked for. Collective."""
-    rows, ranks = x.shape[share.dim], range(share.ranks.size)
-    send: dict[int, Tensor] = {}
-    receive: dict[int, list[int]] = {}
-    sides = ((share.index - 1, 0, after, before), (share.index + 1, rows - before, before, after))
-    for peer, start, sent_rows, received_rows in sides:
-        if peer in ranks and sent_rows:
-            send[peer] = x.narrow(share.dim, start, sent_rows)
-        if peer in ranks and received_rows:
-            receive[peer] = list(x.shape)
-            receive[peer][share.dim] = received_rows
-    if not send and not receive:
-        return lambda: (None, None)
-    # Every rank has the whole latent: its rows need not travel.
-    if (full := share.full_of(x)) is not None:
-        first = sum(share.rows_of(x, "rows")[: share.index])
-        ranges = {share.index - 1: (first - before, before), share.index + 1: (first + rows, after)}
-        edges = {peer: full.narrow(share.dim, *ranges[peer]) for peer in receive}
-        return lambda: (edges.get(share.index - 1), edges.get(share.index + 1))
-    buffers = {peer: allocate(shape, x) for peer, shape in receive.items()}
-    pending = send_recv(send, buffers, share.ranks)
-
-    def wait() -> tuple[Tensor | None, Tensor | None]:
-        by_peer = dict(zip(receive, pending.wait(), strict=True))
-        return by_peer.get(share.index - 1), by_peer.get(share.index + 1)
-
-    return wait
-
-
-class RowFunctions(TorchFunctionMode):
-    """Functions with one of `handlers` treat a tensor as this rank's rows of a larger one in this mode. `tick` is
-    called before each of them: equally often, in the same places, on every rank."""
-
-    def __init__(self, share: Share, handlers: Handlers, tick: Callable[[], None] = lambda: None) -> None:
-        super().__init__()
-        self._share = share
-        self._handlers = handlers
-        self._tick = tick
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        handler = self._handlers.get(func)
-        if handler is None:
-            return func(*args, **(kwargs or {}))
-        self._tick()
-        return handler(self._share, func, *args, **(kwargs or {}))
-
+from .functions import Rows, Share
 
 PICTURE_DIMS = 4  # of the least that has rows and columns
 
@@ -154,12 +47,12 @@ class Levels(Share):
     @cached_property
     def sizes(self) -> tuple[Rows, ...]:
         """Returns the rows of each rank, by level."""
-        return tuple(self._sizes(level) for level in range(self.depth + 1))
-
-    def _sizes(self, level: int) -> Rows:
-        total, step = -(-self.rows // 2**level), 2 ** (self.depth - level)
-        ends = [min(units * step, total) for units in accumulate(self.units, initial=0)]
-        return tuple(end - begin for begin, end in pairwise(ends))
+        by_level = []
+        for level in range(self.depth + 1):
+            total, step = -(-self.rows // 2**level), 2 ** (self.depth - level)
+            ends = [min(units * step, total) for units in accumulate(self.units, initial=0)]
+            by_level.append(tuple(end - begin for begin, end in pairwise(ends)))
+        return tuple(by_level)
 
     @cached_property
     def widths(self) -> tuple[int, ...]:
@@ -206,10 +99,6 @@ class Levels(Share):
     def gather(self, x: Tensor) -> Tensor:
         return super().gather(x).contiguous()
 
-    def full_plane(self, level: int) -> tuple[int, int]:
-        """Returns the rows and columns of a level, of all ranks."""
-        return self._plane(level, sum(self.sizes[level]))
-
     def full_shape(self, shape: list[int]) -> list[int]:
         """Returns the shape of the full picture of which this rank's rows have this one."""
         full = list(shape)
@@ -219,7 +108,7 @@ class Levels(Share):
     def gather_tokens(self, x: Tensor, level: int) -> Tensor:
         """Gathers [B, local tokens, C] of a level to [B, all tokens, C], in the order of rows. Collective."""
         rows, at = self.sizes[level], 3 + self.dim
-        local = x.unflatten(1, self._plane(level, rows[self.index])).movedim(at, 0)
+        local = x.unflatten(1, self.plane(level, rows[self.index])).movedim(at, 0)
         return all_gather_v(local, rows, self.ranks).wait()[0].movedim(0, at).flatten(1, 2)
 
     def gather_flat(self, x: Tensor) -> Tensor:
@@ -230,14 +119,15 @@ class Levels(Share):
     def split_tokens(self, x: Tensor, level: int) -> Tensor:
         """Splits [B, all tokens, C] of a level to [B, local tokens, C]."""
         rows, at = self.sizes[level], 3 + self.dim
-        plane = x.unflatten(1, self._plane(level, sum(rows)))
+        plane = x.unflatten(1, self.plane(level, sum(rows)))
         return plane.narrow(at, sum(rows[: self.index]), rows[self.index]).flatten(1, 2)
 
     def tokens(self, level: int) -> Rows:
         """Returns the tokens of each rank at a level."""
         return tuple(rows * self.widths[level] for rows in self.sizes[level])
 
-    def _plane(self, level: int, rows: int) -> tuple[int, int]:
+    def plane(self, level: int, rows: int) -> tuple[int, int]:
+        """Returns the rows and columns of a picture with so many `rows` along the split side."""
         return (rows, self.widths[level]) if self.dim == -2 else (self.widths[level], rows)
 
 
@@ -249,19 +139,16 @@ def levels_of(shape: torch.Size, depth: int, ranks: MeshDim, *, only_multiples: 
     """Returns the levels along the longer side of a latent [..., H, W], or else the other; None where neither has a row
     for each rank at the last level, or where two levels could not be told apart; `only_multiples` as in a RowPlan."""
     for dim, last in sides_to_cut(shape, depth, only_multiples=only_multiples):
-        if last >= ranks.size:
-            rows, across = shape[dim], shape[-3 - dim]
-            return Levels(ranks=ranks, dim=dim, units=_units(rows, depth, ranks), rows=rows, across=across, depth=depth)
+        if last < ranks.size:
+            continue
+        rows, across, ends = shape[dim], shape[-3 - dim], [0]
+        # Of the last level each rank ends next to its quota of the latent's rows, and has one row at least.
+        for number, quota in enumerate(accumulate(chunk_sizes(rows, ranks.parts)), 1):
+            end = round(quota / 2**depth) if number < ranks.size else last
+            ends.append(min(max(end, ends[-1] + 1), last - (ranks.size - number)))
+        units = tuple(end - begin for begin, end in pairwise(ends))
+        return Levels(ranks=ranks, dim=dim, units=units, rows=rows, across=across, depth=depth)
     return None
-
-
-def _units(rows: int, depth: int, ranks: MeshDim) -> Rows:
-    """Returns the rows of the last level: each rank ends next to its quota of `rows`, and has one at least."""
-    last, ends = -(-rows // 2**depth), [0]
-    for number, quota in enumerate(accumulate(chunk_sizes(rows, ranks.parts)), 1):
-        end = round(quota / 2**depth) if number < ranks.size else last
-        ends.append(min(max(end, ends[-1] + 1), last - (ranks.size - number)))
-    return tuple(end - begin for begin, end in pairwise(ends))
 
 
 class LevelTokens(Streams):
@@ -284,3 +171,125 @@ class LevelTokens(Streams):
             return super().sizes(stream)
         assert self.levels is not None
         return self.levels.tokens(int(stream))
+
+
+Options = dict[str, Any]
+Patch = Callable[..., Any]
+PICTURES = ("input_block_patch", "input_block_patch_after_skip", "output_block_patch")
+SELF, CROSS = "attn1", "attn2"
+
+
+class FullPatches:
+    """Patches run in the context `undivided`. `has_full_tokens`: the current attention has all tokens, for a patch."""
+
+    def __init__(self, undivided: Callable[[], AbstractContextManager[None]]) -> None:
+        self.has_full_tokens = False
+        self.over_time = False  # a block attends along time, each pixel for itself
+        self._undivided = undivided
+        self._levels: Levels
+        self._shape: list[int] = []
+
+    def of(self, options: Options, levels: Levels, shape: list[int]) -> Options:
+        """Returns the patches of transformer_options, for a forward of these levels of a latent [B, C, H, W]."""
+        self._levels, self._shape = levels, shape
+        self.has_full_tokens = self.over_time = False
+        by_kind: dict[str, list[Any]] = options.get("patches") or {}
+        of_pictures: dict[str, Patch] = {kind: self._picture for kind in PICTURES}
+        of_pictures |= {"middle_block_after_patch": self._middle, "middle_patch": self._between}
+        patches = {
+            kind: [
+                partial(of_pictures[kind], patch) if kind in of_pictures and not sees_each_token(patch) else patch
+                for patch in of_kind
+            ]
+            for kind, of_kind in by_kind.items()
+        }
+        if layers := by_kind.get("forward_timestep_embed_patch"):
+            patches["forward_timestep_embed_patch"] = [(kind, partial(self._layer, patch)) for kind, patch in layers]
+        for kind in (SELF, CROSS):
+            first, last = by_kind.get(f"{kind}_patch", []), by_kind.get(f"{kind}_output_patch", [])
+            if not all(map(sees_each_token, [*first, *last])):
+                patches[f"{kind}_patch"] = [partial(self._gather, kind), *(partial(self._call, p) for p in first)]
+                patches[f"{kind}_output_patch"] = [*(partial(self._call, p) for p in last), self._split]
+        replaced = {kind: dict(by_block) for kind, by_block in (options.get("patches_replace") or {}).items()}
+        for kind in replaced.keys() & {SELF, CROSS}:
+            replaced[kind] = {at: partial(self._attention, kind, patch) for at, patch in replaced[kind].items()}
+        return {"patches": patches, "patches_replace": replaced}
+
+    def _full_options(self, options: Options) -> Options:
+        full = {**options, "original_shape": self._shape}
+        if "activations_shape" in options:
+            full["activations_shape"] = self._levels.full_shape(options["activations_shape"])
+        return full
+
+    def _call(self, patch: Patch, *arguments: Any, **more: Any) -> Any:
+        """Calls a patch with full tensors, and the options last."""
+        *tensors, options = arguments
+        with self._undivided():
+            return patch(*tensors, self._full_options(options), **more)
+
+    def _picture(self, patch: Patch, *arguments: Any) -> Any:
+        """Calls a patch of an input or output block, which takes pictures and the options."""
+        *pictures, options = arguments
+        full = [self._levels.gather(x) for x in pictures]
+        output = self._call(patch, *full, options)
+        if not isinstance(output, tuple):
+            return self._split_picture(output, full[0])
+        return tuple(None if x is None else self._split_picture(x, of) for x, of in zip(output, full, strict=True))
+
+    def _split_picture(self, output: Tensor, before: Tensor) -> Tensor:
+        """Returns this rank's rows. Raises NoLevel for a picture of another size than before (Deep Shrink)."""
+        if output.shape[-2:] != before.shape[-2:]:
+            raise self._no_level("a picture", output.shape)
+        return self._levels.split(output)
+
+    def _middle(self, patch: Patch, arguments: Options) -> Options:
+        full = {name: self._levels.gather(arguments[name]) for name in ("h", "x")}
+        options = {"transformer_options": self._full_options(arguments["transformer_options"])}
+        with self._undivided():
+            output = patch({**arguments, **full, **options})
+        return {**output, "h": self._levels.split(output["h"])}
+
+    def _layer(self, patch: Patch, layer: Any, x: Tensor, emb: Any, context: Any, *arguments: Any) -> Tensor:
+        options, shape, *more = arguments
+        full = self._levels.gather(x)
+        if shape is not None:
+            shape = self._levels.full_shape(list(shape))
+        with self._undivided():
+            output = patch(layer, full, emb, context, self._full_options(options), shape, *more)
+        return self._levels.split(output)
+
+    def _between(self, patch: Patch, x: Tensor, extra: Options) -> Tensor:
+        """Calls a middle_patch, which takes tokens between the two attentions of a block."""
+        level = self._level(extra)
+        output = self._call(patch, self._levels.gather_tokens(x, level), extra)
+        return self._levels.split_tokens(output, level)
+
+    def _gather(self, kind: str, n: Tensor, key: Any, value: Any, extra: Options) -> tuple[Any, Any, Any]:
+        """Acts as the first patch of an attention: from here to `_split` its tokens are full."""
+        full = self._levels.gather_tokens(n, self._level(extra))
+        self.has_full_tokens = True
+        return (full, full, full) if kind == SELF and key is n else (full, key, value)
+
+    def _split(self, n: Tensor, extra: Options) -> Tensor:
+        self.has_full_tokens = False
+        return self._levels.split_tokens(n, self._level(extra))
+
+    def _attention(self, kind: str, patch: Patch, q: Tensor, k: Tensor, v: Tensor, extra: Options, **more: Any) -> Any:
+        """Replaces an attention, or runs within one that has full tokens by then."""
+        if self.has_full_tokens:
+            return self._call(patch, q, k, v, extra, **more)
+        level = self._level(extra)
+        q, *keys = (self._levels.gather_tokens(x, level) for x in ((q, k, v) if kind == SELF else (q,)))
+        k, v = keys or (k, v)
+        return self._levels.split_tokens(self._call(patch, q, k, v, extra, **more), level)
+
+    def _level(self, extra: Options) -> int:
+        """Returns the level of a block's tokens. Raises NoLevel for a block that attends along time."""
+        shape = extra["activations_shape"]
+        if self.over_time:
+            raise self._no_level("attention along time", shape)
+        return self._levels.level(shape, "a patch")
+
+    def _no_level(self, name: str, shape: Sequence[int]) -> NoLevel:
+        rows, columns = self._shape[-2:]
+        return NoLevel(f"{name} of {tuple(shape)} belongs to no level of {rows} x {columns}")

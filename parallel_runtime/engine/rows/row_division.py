@@ -25,8 +25,8 @@ from ..attention.attention_override import OVERRIDE, AttentionOverride, backend_
 from ..comm.collectives import all_gather_v, shared_input_scales
 from ..comm.mesh import ContextMesh
 from . import functions
-from .full_patches import FullPatches
-from .levels import Handlers, Levels, LevelTokens, NoLevel, RowFunctions, levels_of
+from .functions import Handlers, RowFunctions
+from .levels import FullPatches, Levels, LevelTokens, NoLevel, levels_of
 
 ATTENTION = "comfy.ldm.modules.attention"
 Forward = Callable[..., Any]
@@ -75,8 +75,11 @@ class RowDivision(ExitStack):
             self.enter_context(module.register_forward_hook(partial(self._set_over_time, False), always_call=True))
         elif isinstance(module, nn.Sequential) and _is_normed_convolution(list(module)):
             self._replace(module, "forward", partial(self._normed_convolution, module.forward, list(module)))
-        elif _looks_across(module) or type(module).__name__ in plan.across_classes:
-            self._replace(module, "forward", partial(self._across_rows, module.forward))
+        else:
+            size = getattr(module, "kernel_size", 1)  # the convolution of ComfyUI's Control-LoRA is none of torch's
+            size = size if isinstance(size, int) else max(size[-2:])
+            if isinstance(module, nn.GroupNorm) or size > 1 or type(module).__name__ in plan.across_classes:
+                self._replace(module, "forward", partial(self._across_rows, module.forward))
 
     def _forward(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """Replaces the network's forward; [B, C, H, W] in and out."""
@@ -99,7 +102,11 @@ class RowDivision(ExitStack):
                         raise
             set_random_states(before, x.device)
             if control := arguments.get("control"):
-                arguments = arguments | {"control": gather_residuals(control, levels)}
+                gathered = {
+                    kind: [levels.gather(x) if isinstance(x, Tensor) and levels.is_level(x) else x for x in residuals]
+                    for kind, residuals in control.items()
+                }
+                arguments = arguments | {"control": gathered}
         if self._backend != "auto":
             options = {OVERRIDE: backend_override(self._backend), **options}
         call.arguments = arguments | {"transformer_options": options}
@@ -134,11 +141,10 @@ class RowDivision(ExitStack):
     def undivided(self) -> Iterator[None]:
         """Layers and attentions in this context see full tensors."""
         levels, self._levels = self._levels, None
-        self._override.active_scopes.append(self._local)
         try:
-            yield
+            with self._override.undivided():
+                yield
         finally:
-            self._override.active_scopes.pop()
             self._levels = levels
 
     @property
@@ -210,7 +216,7 @@ class CascadeDivision(RowDivision):
 
     def _resized(self, picture: Tensor, levels: Levels) -> Tensor:
         """Returns this rank's rows of `picture`, resized as the network does."""
-        size = levels.full_plane(self._first)
+        size = levels.plane(self._first, sum(levels.sizes[self._first]))
         return levels.split(F.interpolate(picture, size=size, mode="bilinear", align_corners=True))
 
     def _attend(self, local: bool, forward: Forward, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -235,14 +241,6 @@ def split_residuals(control: ControlResiduals, levels: Levels) -> ControlResidua
     }
 
 
-def gather_residuals(control: ControlResiduals, levels: Levels) -> ControlResiduals:
-    """Gathers the residuals that are this rank's rows; full ones stay. Collective."""
-    return {
-        kind: [levels.gather(x) if isinstance(x, Tensor) and levels.is_level(x) else x for x in residuals]
-        for kind, residuals in control.items()
-    }
-
-
 def _is_normed_convolution(layers: list[nn.Module]) -> bool:
     if len(layers) < 2 or not isinstance(layers[0], nn.GroupNorm):
         return False
@@ -251,11 +249,6 @@ def _is_normed_convolution(layers: list[nn.Module]) -> bool:
         return False
     shape = (last.kernel_size, last.padding, last.stride, last.dilation)
     return [size[-2:] for size in shape] == [(3, 3), (1, 1), (1, 1), (1, 1)]
-
-
-def _looks_across(module: nn.Module) -> bool:
-    size = getattr(module, "kernel_size", 1)  # the convolution of ComfyUI's Control-LoRA is no subclass of torch's
-    return isinstance(module, nn.GroupNorm) or (size if isinstance(size, int) else max(size[-2:])) > 1
 
 
 HANDLERS: Handlers = {

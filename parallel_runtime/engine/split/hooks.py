@@ -19,58 +19,48 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from ...architectures import split_plan as plans
 from ...architectures.block_patches import goes_by_frames
 from ...architectures.network_modules import modules_of
-from ...architectures.split_plan import (
-    AttentionSpecs,
-    Count,
-    Frames,
-    Gather,
-    ModulePlan,
-    Names,
-    Slices,
-    SplitLike,
-    SplitPlan,
-    SplitSpec,
-    TokenFunction,
-    Window,
-)
 from ...errors import Unsplittable
 from ..comm.collectives import all_gather_v
 from ..comm.mesh import MeshDim
 from .splitter import Splitter
 from .streams import Streams
 
-
-def with_all_tokens(
-    forward: Callable[..., Any], function: TokenFunction, stream: str, streams: Streams, ranks: MeshDim
-) -> Callable[..., Any]:
-    """Returns a module's forward whose `function` takes this rank's tokens of `stream` and all others into account."""
-
-    @torch.compiler.disable
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with _Mode(function, streams.sizes(stream), ranks):
-            return forward(*args, **kwargs)
-
-    return run
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
 
 
-class _Mode(TorchFunctionMode):
-    """Handles the first call of a function: `sizes` are the tokens of each rank."""
+class Replaced(TorchFunctionMode):
+    """Within this context calls `replacement` in the place of a function of torch, `once` or always."""
 
-    def __init__(self, function: TokenFunction, sizes: tuple[int, ...], ranks: MeshDim) -> None:
+    def __init__(self, function: Any, replacement: Callable[..., Any], *, once: bool = False) -> None:
         super().__init__()
-        self._function: Any = F.conv1d if function == "convolution" else torch.matmul
-        self._handler: Callable[..., Tensor] = _convolution if function == "convolution" else _sum
-        self._sizes, self._ranks, self._done = sizes, ranks, False
+        self._function, self._replacement, self._once = function, replacement, once
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is not self._function or self._done:
+        if func is not self._function:
             return func(*args, **(kwargs or {}))
-        self._done = True
-        return self._handler(self._sizes, self._ranks, *args, **(kwargs or {}))
+        if self._once:
+            self._function = None
+        return self._replacement(*args, **(kwargs or {}))
+
+
+def with_all_tokens(
+    forward: Callable[..., Any], function: plans.TokenFunction, stream: str, streams: Streams, ranks: MeshDim
+) -> Callable[..., Any]:
+    """Returns a module's forward whose first `function` takes the tokens of `stream` of all ranks into account."""
+    torchs, handler = (F.conv1d, _convolution) if function == "convolution" else (torch.matmul, _sum)
+
+    @torch.compiler.disable
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with Replaced(torchs, partial(handler, streams.sizes(stream), ranks), once=True):
+            return forward(*args, **kwargs)
+
+    return run
 
 
 def _sum(sizes: tuple[int, ...], ranks: MeshDim, first: Tensor, second: Tensor) -> Tensor:
@@ -98,23 +88,20 @@ def _convolution(
     return F.conv1d(torch.cat([before[-1], x, after[0]], 2), weight, bias, 1, 0, 1, groups)
 
 
-_Kind = inspect.Parameter
-
-
 @dataclass(frozen=True, eq=False)
 class Block:
     """One module of a ModulePlan. `specs`: argument to (its index among positional ones, how it is split)."""
 
-    module_plan: ModulePlan
+    module_plan: plans.ModulePlan
     module: nn.Module
     last: bool
-    specs: dict[str | int, tuple[int | None, SplitSpec]]
-    scopes: list[tuple[nn.Module, AttentionSpecs]]
+    specs: dict[str | int, tuple[int | None, plans.SplitSpec]]
+    scopes: list[tuple[nn.Module, plans.AttentionSpecs]]
     parameters: list[str]
 
-    def check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def check_arguments(self, args: Args, kwargs: Kwargs) -> None:
         """Raises Refused for an argument that the plan does not name: ignored, it would make a wrong result."""
-        only_counts = all(isinstance(spec, Gather | Count) for _, spec in self.specs.values())
+        only_counts = all(isinstance(spec, plans.Gather | plans.Count) for _, spec in self.specs.values())
         if only_counts and self.module_plan.frames is None and self.module_plan.tail is None:
             return
         arguments, frames = self.arguments_by_name(args, kwargs), self.module_plan.frames
@@ -126,13 +113,13 @@ class Block:
             name = f"{self.module_plan.name} ({type(self.module).__name__})"
             raise Unsplittable(f"{name} gets {', '.join(unknown)}, which its plan does not name")
 
-    def arguments_by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:
+    def arguments_by_name(self, args: Args, kwargs: Kwargs) -> dict[Any, Any]:
         """Returns the arguments by name; by index where they have none."""
         return {self.parameters[n] if n < len(self.parameters) else n: value for n, value in enumerate(args)} | kwargs
 
     def replace_arguments(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], replacement: Callable[[str | int, Any, SplitSpec], Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self, args: Args, kwargs: Kwargs, replacement: Callable[[str | int, Any, plans.SplitSpec], Any]
+    ) -> tuple[Args, Kwargs]:
         """Returns the call with each argument of the plan replaced by `replacement(name, value, spec)`."""
         positional = list(args)
         for name, (index, spec) in self.specs.items():
@@ -142,13 +129,7 @@ class Block:
                 positional[index] = replacement(name, positional[index], spec)
         return tuple(positional), kwargs
 
-    def tail_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], tail: Gather) -> tuple[Tensor, list[Any]]:
-        """Returns the hidden states that `tail` is about, and the ranges of its outputs."""
-        arguments = self.arguments_by_name(args, kwargs)
-        tokens = next(name for name, (_, spec) in self.specs.items() if spec is tail)
-        return arguments[tokens], [arguments[name] for name in tail.ranges]
-
-    def hidden_states(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    def hidden_states(self, args: Args, kwargs: Kwargs) -> list[Any]:
         """Returns the hidden states among the arguments, in the plan's order."""
         names = dict(zip(self.module_plan.args, self.specs, strict=True))  # a plan may give a position instead
         arguments = self.arguments_by_name(args, kwargs)
@@ -156,22 +137,37 @@ class Block:
         return [value if item is None or value is None else value[item] for value, item in values]
 
 
-def blocks_of_plan(network: nn.Module, plan: SplitPlan) -> list[Block]:
+def blocks_of_plan(network: nn.Module, plan: plans.SplitPlan) -> list[Block]:
     """Returns the modules that `plan` names; ValueError where the network lacks one."""
     return [block for module_plan in plan.module_plans for block in blocks_of_module_plan(network, module_plan)]
 
 
-def blocks_of_module_plan(network: nn.Module, plan: ModulePlan) -> Iterator[Block]:
+def blocks_of_module_plan(network: nn.Module, plan: plans.ModulePlan) -> Iterator[Block]:
     modules = modules_of(network, plan)
     if plan.method != "forward":
         modules = [method_module(module, plan.method) for module in modules]
     for module in modules:
-        parameters, open_ended = _parameters(module)
-        specs = {name: (index, spec) for name, index, spec in _argument_specs(plan, parameters, open_ended, module)}
-        scopes: list[tuple[nn.Module, AttentionSpecs]] = [] if plan.attends is None else [(module, plan.attends)]
-        for name, below in module.named_modules():
-            if name in plan.submodule_attends:
-                scopes.append((below, _with_width(plan.submodule_attends[name], below)))
+        signature = list(inspect.signature(type(module).forward).parameters.values())[1:]
+        parameters = [one.name for one in signature if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+        open_ended = any(one.kind == one.VAR_KEYWORD for one in signature)
+        specs: dict[str | int, tuple[int | None, plans.SplitSpec]] = {}
+        for name, spec in plan.args.items():
+            if isinstance(name, int):
+                specs[parameters[name] if name < len(parameters) else name] = name, spec
+            elif name in parameters or open_ended:
+                specs[name] = parameters.index(name) if name in parameters else None, spec
+            else:
+                kind, takes = type(module).__name__, ", ".join(parameters)
+                detail = f"the plan names argument {name!r} of {plan.name} ({kind}), whose forward takes {takes}"
+                raise ValueError(detail)
+        scopes: list[tuple[nn.Module, plans.AttentionSpecs]] = [] if plan.attends is None else [(module, plan.attends)]
+        for path, below in module.named_modules():
+            over = plan.submodule_attends.get(path)
+            if isinstance(over, plans.Window) and not isinstance(over.width, int):  # the name of an attribute
+                width = getattr(below, over.width)
+                over = over.streams if width is None else replace(over, width=width)
+            if over is not None:
+                scopes.append((below, over))
         yield Block(plan, module, module is modules[-1], specs, scopes, parameters)
 
 
@@ -188,35 +184,6 @@ def method_module(owner: nn.Module, method: str) -> nn.Module:
     return made
 
 
-def _with_width(over: AttentionSpecs, module: nn.Module) -> AttentionSpecs:
-    if not isinstance(over, Window) or isinstance(over.width, int):
-        return over
-    width = getattr(module, over.width)
-    return over.streams if width is None else replace(over, width=width)
-
-
-def _parameters(module: nn.Module) -> tuple[list[str], bool]:
-    """Returns the names of the forward's arguments, and whether it takes **kwargs."""
-    signature = list(inspect.signature(type(module).forward).parameters.values())[1:]
-    named = [one.name for one in signature if one.kind in (_Kind.POSITIONAL_OR_KEYWORD, _Kind.KEYWORD_ONLY)]
-    return named, any(one.kind == _Kind.VAR_KEYWORD for one in signature)
-
-
-def _argument_specs(
-    plan: ModulePlan, parameters: list[str], open_ended: bool, module: nn.Module
-) -> Iterator[tuple[Any, int | None, SplitSpec]]:
-    for name, spec in plan.args.items():
-        if isinstance(name, int):
-            yield parameters[name] if name < len(parameters) else name, name, spec
-        elif name in parameters:
-            yield name, parameters.index(name), spec
-        elif open_ended:
-            yield name, None, spec
-        else:
-            kind, takes = type(module).__name__, ", ".join(parameters)
-            raise ValueError(f"the plan names argument {name!r} of {plan.name} ({kind}), whose forward takes {takes}")
-
-
 def add_hooks(block: Block, splitter: Splitter) -> list[RemovableHandle]:
     """Splits the arguments of `block`, and gathers its outputs where its plan or the forward asks for it."""
     plan, handles = block.module_plan, list[RemovableHandle]()
@@ -229,12 +196,15 @@ def add_hooks(block: Block, splitter: Splitter) -> list[RemovableHandle]:
 
 
 @torch.compiler.disable
-def _split_inputs(block: Block, splitter: Splitter, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _split_inputs(block: Block, splitter: Splitter, _: nn.Module, args: Args, kwargs: Kwargs) -> Any:
     block.check_arguments(args, kwargs)
     plan = block.module_plan
     splitter.begin_call(id(block.module))
-    if plan.tail is not None and not splitter.begin_tail(plan.tail, *block.tail_arguments(args, kwargs, plan.tail)):
-        return None
+    if plan.tail is not None:
+        arguments = block.arguments_by_name(args, kwargs)
+        tokens = next(arguments[name] for name, (_, spec) in block.specs.items() if spec is plan.tail)
+        if not splitter.begin_tail(plan.tail, tokens, [arguments[name] for name in plan.tail.ranges]):
+            return None
     split = block.replace_arguments(
         args, kwargs, lambda name, value, spec: splitter.split(value, spec, f"{plan.name}({name})")
     )
@@ -263,31 +233,31 @@ def _gather_outputs(block: Block, splitter: Splitter, _: nn.Module, __: Any, out
     return outputs[0] if isinstance(output, Tensor) else type(output)(outputs)
 
 
-def _local_options(options: dict[str, Any], plan: ModulePlan, splitter: Splitter) -> dict[str, Any]:
+def _local_options(options: dict[str, Any], plan: plans.ModulePlan, splitter: Splitter) -> dict[str, Any]:
     """Returns the transformer_options for this rank's tokens: positions in full streams (`img_slice`), and the values
     that a model patch keeps for each token (`model_patch_data`)."""
     local, over = dict(options), plan.attends
     image_range = options.get("img_slice")
     if image_range and isinstance(over, tuple) and image_range[1] == splitter.total(over):
-        local["img_slice"] = list(splitter.split([tuple(image_range)], Slices(over), "img_slice")[0])
+        local["img_slice"] = list(splitter.split([tuple(image_range)], plans.Slices(over), "img_slice")[0])
     if not plan.split_args:
         return local
     (_, _, streams), *_ = plan.split_args
 
-    def local_patch(patch: Any) -> Any:
-        return partial(_patch_local_frames, patch, splitter, streams) if goes_by_frames(patch) else patch
-
-    local["patches"] = {kind: [*map(local_patch, patches)] for kind, patches in options["patches"].items()}
+    local["patches"] = {
+        kind: [partial(_patch_local_frames, each, splitter, streams) if goes_by_frames(each) else each for each in some]
+        for kind, some in options["patches"].items()
+    }
     if data := options.get("model_patch_data"):
         local["model_patch_data"] = {
-            patch: splitter.split(value, SplitLike(streams), f"model_patch_data of patch {number}")
+            patch: splitter.split(value, plans.SplitLike(streams), f"model_patch_data of patch {number}")
             for number, (patch, value) in enumerate(data.items())
         }
     return local
 
 
 def _patch_local_frames(
-    patch: Callable[[dict[str, Any]], Tensor], splitter: Splitter, streams: Names, arguments: dict[str, Any]
+    patch: Callable[[dict[str, Any]], Tensor], splitter: Splitter, streams: plans.Names, arguments: dict[str, Any]
 ) -> Tensor:
     """Runs a patch of InfiniteTalk's on the frames of this rank's tokens, each with its own audio."""
     options, total = arguments["transformer_options"], splitter.total(streams)
@@ -313,7 +283,7 @@ class _LocalFrames:
     @classmethod
     def of(cls, splitter: Splitter, stream: str, tokens: int, frames: int) -> _LocalFrames:
         """Returns the frames of this rank's part of `stream`, whose first `tokens` are of `frames` frames."""
-        start, chunk_tokens = splitter.local_chunk(stream)
+        start, chunk_tokens = splitter.chunk(stream)
         start = start if chunk_tokens else 0  # a dummy token is a copy of the first
         size = tokens // frames
         end = min(start + splitter.local_count((stream,)), tokens)
@@ -328,10 +298,8 @@ class _LocalFrames:
 
     def pad(self, local: Tensor) -> Tensor:
         in_frames, remainder = local[:, : self.tokens], local[:, self.tokens :]
-        before, after = (
-            local.new_zeros(local.shape[0], count, *local.shape[2:])
-            for count in (self.padding_before, self.length - self.padding_before - self.tokens)
-        )
+        counts = self.padding_before, self.length - self.padding_before - self.tokens
+        before, after = (local.new_zeros(local.shape[0], count, *local.shape[2:]) for count in counts)
         return torch.cat([before, in_frames, after, remainder], 1)
 
     def unpad(self, padded: Tensor) -> Tensor:
@@ -341,7 +309,7 @@ class _LocalFrames:
 
 @torch.compiler.disable
 def run_on_frames(
-    block: Block, frames: Frames, splitter: Splitter, forward: Callable[..., Tensor], *args: Any, **kwargs: Any
+    block: Block, frames: plans.Frames, splitter: Splitter, forward: Callable[..., Tensor], *args: Any, **kwargs: Any
 ) -> Tensor:
     """Calls the `forward` of a module that reshapes its tokens by frames on this rank's tokens in full frames."""
     block.check_arguments(args, kwargs)

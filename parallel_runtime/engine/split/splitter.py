@@ -1,10 +1,9 @@
-"""Applies a split plan to the values of one forward: splits full ones over the ranks, gathers them again.
-
-Knows no module and no attention."""
+"""Applies a split plan to the values of one forward: splits full ones over the ranks, gathers them again."""
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,13 +58,14 @@ class Splitter(Streams):
         other tokens of a stream that goes through the blocks in turns, with a length of their own."""
         if self._call == 1 or not self._in_turns:
             return spec
-        if isinstance(spec, Index):
-            return replace(spec, stream=self._of_call(spec.stream))
-        streams = getattr(spec, "streams", None)
-        return spec if streams is None else replace(spec, streams=tuple(map(self._of_call, streams)))
 
-    def _of_call(self, stream: str) -> str:
-        return f"{stream} {self._call}" if stream in self._in_turns else stream
+        def of_call(stream: str) -> str:
+            return f"{stream} {self._call}" if stream in self._in_turns else stream
+
+        if isinstance(spec, Index):
+            return replace(spec, stream=of_call(spec.stream))
+        streams = getattr(spec, "streams", None)
+        return spec if streams is None else replace(spec, streams=tuple(map(of_call, streams)))
 
     def is_split(self, stream: str) -> bool:
         """Returns whether the network's variables contain this rank's part of `stream` at this moment."""
@@ -90,9 +90,11 @@ class Splitter(Streams):
                 return self._split_tokens(value, spec, where)
             case Gather():
                 return value if spec.after else self.gather(value, spec.streams, spec.dim, where)
-            case Count():
+            case Count():  # of the stream that is not known yet, the last of all that are
                 length = value.shape[spec.dim] if isinstance(value, Tensor) else value
-                self._record_remainder(spec.streams, length, where)
+                counted = next((stream for stream in spec.streams if stream not in self.lengths), spec.streams[-1])
+                others = self.total(tuple(stream for stream in spec.streams if stream != counted))
+                self.record_length(counted, length - others, where)
                 return value
             case Index():
                 return self._local_index(value, spec)
@@ -126,26 +128,18 @@ class Splitter(Streams):
             self._matching_specs[key] = fits[0]
         return self._matching_specs[key]
 
-    def _record_remainder(self, streams: Names, length: int, where: str) -> None:
-        unknown = [stream for stream in streams if not self.is_known(stream)] or [streams[-1]]
-        remainder = length - self.total(tuple(stream for stream in streams if stream != unknown[0]))
-        self.record_length(unknown[0], remainder, where)
-
-    def _record_combined(self, streams: Names, length: int, where: str) -> None:
-        """Records streams of which no block has run, as where a node skips a stack: the last gets all tokens."""
-        if not any(map(self.is_known, streams)):
-            for stream in streams:
-                self.record_length(stream, length if stream == streams[-1] else 0, where)
-
     def _split_tokens(self, value: Tensor, spec: Split, where: str) -> Tensor:
         self.call_streams += spec.streams
         shape = value.shape[spec.dim : spec.dim + spec.flat]
         (stream, *more_streams) = spec.streams
         if spec.repeats and stream not in self._split_streams:
             self.restart()
-        if not more_streams and not self.is_known(stream):
+        if not more_streams and stream not in self.lengths:
             self._shapes[spec.streams] = shape
-        self._record_combined(spec.streams, shape.numel(), where)
+        if self.lengths.keys().isdisjoint(spec.streams):
+            # No block of several streams has run, as where a node skips a stack: the last one gets all tokens.
+            for name in spec.streams:
+                self.record_length(name, shape.numel() if name == spec.streams[-1] else 0, where)
         total, local = self.total(spec.streams), self.local_count(spec.streams)
         self._split_streams.update(spec.streams)
         arrived_split = shape.numel() == local and total != local
@@ -198,34 +192,44 @@ class Splitter(Streams):
         before = self.total(spec.after) if self.full_between_blocks else local_before  # as the network counts them
         start, end, *values = part
         local = [self._local_position(at - before, spec.streams, local_before) if at else at for at in (start, end)]
-        positions, local_positions = _slice_after(before, start, end), _slice_after(local_before, *local)
-        return (*local, *(self._local_values(item, spec.streams, positions, local_positions) for item in values))
-
-    def _local_values(self, value: Any, streams: Names, positions: slice, local_positions: slice) -> Any:
-        """Returns this rank's part of a tensor that has a value for each position of a range."""
-        if not isinstance(value, Tensor):
-            return value
-        full = value.new_zeros(self.total(streams), *value.shape[1:])
-        full[positions] = value
-        return self._local(full, streams, 0)[local_positions]
+        for number, value in enumerate(values):
+            if isinstance(value, Tensor):  # it has a value for each position of the range
+                full = value.new_zeros(self.total(spec.streams), *value.shape[1:])
+                full[slice(*(at - before if at else at for at in (start, end)))] = value
+                own = slice(*(at - local_before if at else at for at in local))
+                values[number] = self._local(full, spec.streams, 0)[own]
+        return (*local, *values)
 
     def _local_position(self, at: int, streams: Names, before: int = 0) -> int:
         """Returns `before` plus the index, among this rank's tokens, of a position in the concatenated full streams."""
         for stream in streams:
             length, local = self.length(stream), self.local_count((stream,))
-            start = 0 if stream in self.replicated else self.local_chunk(stream)[0]
+            start = 0 if stream in self.replicated else self.chunk(stream)[0]
             before += min(max(min(at, length) - start, 0), local)
             at = max(at - length, 0)
         return before
 
-    def split_prefix(self, value: Tensor, stream: str) -> Tensor:
-        """Returns this rank's part of [B, tokens, C], values for the first tokens of a stream or for all of them."""
+    def residual(self, value: Any, stream: str, tokens: int | None) -> Any:
+        """Returns a ControlNet's residual [B, tokens, C] for the first tokens of a stream or for all of them: this
+        rank's part where the stream is split by now, else the full one. With `tokens` it is given as this rank's part
+        of so many, and is gathered unless the stream has as many."""
+        if not isinstance(value, Tensor):
+            return value
+        is_split = stream in self._split_streams
+        if tokens is not None:
+            if is_split and self.length(stream) == tokens:
+                return value
+            sizes = chunk_sizes(tokens, self._mesh_dim.parts)
+            chunk = value.narrow(1, 0, sizes[self._mesh_dim.index]).transpose(0, 1)
+            value = all_gather_v(chunk, sizes, self._mesh_dim).wait()[0].transpose(0, 1)
+        if not is_split:
+            return value
         length = self.length(stream)
         if value.shape[1] > length:
             raise _wrong_length("a residual", value.shape[1], (stream,), length)
         if value.shape[1] == length or stream in self.replicated:
             return self._local(value, (stream,), 1)
-        start, size = self.local_chunk(stream)
+        start, size = self.chunk(stream)
         return value[:, start : start + size]
 
     def gather(self, value: Any, streams: Names, dim: int, where: str) -> Any:
@@ -276,19 +280,13 @@ class Splitter(Streams):
         (stream,) = tail.streams
         gathered = []
         for number, (part, (start, end)) in enumerate(zip(output, self._ranges, strict=True)):
-            chunks = [self._rank_chunk(stream, index) for index in range(self._mesh_dim.size)]
+            chunks = [self.chunk(stream, index) for index in range(self._mesh_dim.size)]
             sizes = [max(0, min(end, first + size) - max(start, first)) for first, size in chunks]
             gathered.append(self._gather_chunks(part, sizes, tail.dim, (where, number)))
         if any(part is None for part in gathered):
             self._gather_incomplete = True
             return output
         return type(output)(gathered)
-
-    def gather_residual(self, local: Tensor, tokens: int) -> Tensor:
-        """Returns the full [B, tokens, C] of this rank's part of it. Collective."""
-        sizes = chunk_sizes(tokens, self._mesh_dim.parts)
-        chunk = local.narrow(1, 0, sizes[self._mesh_dim.index]).transpose(0, 1)
-        return all_gather_v(chunk, sizes, self._mesh_dim).wait()[0].transpose(0, 1)
 
     def raise_if_incomplete(self) -> None:
         """Raises TurnEnded where a gather waits for later token patches."""
@@ -308,37 +306,20 @@ class Splitter(Streams):
 
 
 class Residuals(list[Any]):
-    """A ControlNet's residuals of the stream `main`, each split when it is read, if the stream is split by then. They
-    are full, or with `tokens` this rank's part of this many, which is gathered unless the stream has as many."""
+    """A ControlNet's residuals, each taken by `Splitter.residual` when it is read, as the streams are by then."""
 
-    def __init__(self, residuals: list[Any], splitter: Splitter, main: str, tokens: int | None = None) -> None:
+    def __init__(self, residuals: list[Any], splitter: Splitter, stream: str, tokens: int | None = None) -> None:
         super().__init__(residuals)
-        self._splitter = splitter
-        self._main = main
-        self._tokens = tokens
+        self._taken = partial(splitter.residual, stream=stream, tokens=tokens)
 
     def __getitem__(self, index: Any) -> Any:
-        return self._split(super().__getitem__(index))
+        return self._taken(super().__getitem__(index))
 
     def __iter__(self) -> Iterator[Any]:
-        return map(self._split, super().__iter__())
+        return map(self._taken, super().__iter__())
 
     def pop(self, index: Any = -1) -> Any:
-        return self._split(super().pop(index))
-
-    def _split(self, residual: Any) -> Any:
-        if not isinstance(residual, Tensor):
-            return residual
-        is_split = self._splitter.is_split(self._main)
-        if self._tokens is not None:
-            if is_split and self._splitter.total((self._main,)) == self._tokens:
-                return residual
-            residual = self._splitter.gather_residual(residual, self._tokens)
-        return self._splitter.split_prefix(residual, self._main) if is_split else residual
-
-
-def _slice_after(before: int, start: int | None, end: int | None) -> slice:
-    return slice(*(at - before if at else at for at in (start, end)))
+        return self._taken(super().pop(index))
 
 
 def _wrong_length(where: str, tokens: int, streams: Names, expected: object) -> Refused:

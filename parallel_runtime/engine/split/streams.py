@@ -11,14 +11,14 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ...errors import Refused, Unsplittable
-from ..comm.collectives import allocate, allocate_scratch
+from ..comm.collectives import all_gather_v, allocate, allocate_scratch
 from ..comm.mesh import MeshDim, Parts
 
 
@@ -80,8 +80,8 @@ class PipeFusion:
             if keys:
                 self._branches = {key: branch for key, branch in self._branches.items() if key in keys}
 
-    def turns(self, key: Hashable, lengths: Callable[[], Mapping[str, int]]) -> Iterator[None]:
-        """Evaluates the branch `key`: yields once a patch, or once for all tokens. `lengths` is called at the end."""
+    def turns(self, key: Hashable, lengths: Mapping[str, int]) -> Iterator[None]:
+        """Evaluates the branch `key`: yields once a patch, or once for all tokens. `lengths` are read at the end."""
         key_in_step = (0 if self._step_keys is None else len(self._step_keys), key)
         if self._step_keys is not None:
             self._step_keys.append(key_in_step)
@@ -90,19 +90,16 @@ class PipeFusion:
         self._current = _Branch() if exact or previous is None else previous
         self._sizes = {} if exact else patch_sizes(self._current.lengths, self._main, self._count)
         for turn in [None] if exact else range(self._count):
-            self._begin_turn(turn)
+            self._turn, self._attention = turn, (None, 0)
+            if not turn:
+                self._gathered_parts.clear()
+            self.before_turn()
             yield
         if exact:
-            self._current.lengths = dict(lengths())
+            self._current.lengths = dict(lengths)
             patch_sizes(self._current.lengths, self._main, self._count)
         self._branches[key_in_step] = self._current
         self._end_turns()
-
-    def _begin_turn(self, turn: int | None) -> None:
-        self._turn, self._attention = turn, (None, 0)
-        if not turn:
-            self._gathered_parts.clear()
-        self.before_turn()
 
     def active_range(self, stream: str, length: int) -> tuple[int, int]:
         """Returns (start, size) of the current patch among the `length` tokens of `stream`."""
@@ -169,7 +166,6 @@ SCRATCH_CACHE_BYTES = 32 << 20  # of one buffer; allocating a larger one costs l
 PARALLELIZED = "_context_parallel"  # the attribute of a parallel network; its value has `streams`
 
 T = TypeVar("T")
-GatherFull = Callable[[Tensor, int], Tensor]
 
 
 # From the global count of tokens only, so that no size is ever sent.
@@ -213,42 +209,39 @@ class LocalStream:
     chunk_tokens: int
     replicated: bool
 
-    def from_chunk(self, chunk: Tensor, gather_full: GatherFull) -> Tensor:
-        """Returns the local tokens: all ranks' chunks of a replicated stream, zeros for a dummy token."""
-        if self.replicated:
-            return gather_full(chunk, self.local_tokens)
-        if self.local_tokens == self.chunk_tokens:
-            return chunk
-        return chunk.new_zeros((chunk.shape[0], self.local_tokens, *chunk.shape[2:]))
 
-
-@dataclass(frozen=True)
 class LocalTokens:
-    """This rank's tokens of several concatenated streams."""
+    """This rank's tokens of several concatenated streams, `size` in all."""
 
-    streams: Sequence[LocalStream]
+    def __init__(self, streams: Sequence[LocalStream]) -> None:
+        self._streams = streams
+        self.size = sum(stream.local_tokens for stream in streams)
 
-    @property
-    def size(self) -> int:
-        return sum(stream.local_tokens for stream in self.streams)
-
-    @property
+    @cached_property
     def _only_chunks(self) -> bool:
-        return not any(stream.replicated or stream.local_tokens != stream.chunk_tokens for stream in self.streams)
+        return not any(stream.replicated or stream.local_tokens != stream.chunk_tokens for stream in self._streams)
 
     def to_chunks(self, local: Tensor, dim: int = 1) -> Tensor:
         """Returns this rank's chunks of the local tokens."""
         if self._only_chunks:
             return local
-        pieces = zip(local.split([stream.local_tokens for stream in self.streams], dim), self.streams, strict=True)
+        pieces = zip(local.split([stream.local_tokens for stream in self._streams], dim), self._streams, strict=True)
         return torch.cat([piece.narrow(dim, stream.chunk_start, stream.chunk_tokens) for piece, stream in pieces], dim)
 
-    def from_chunks(self, out: Tensor, gather_full: GatherFull) -> Tensor:
-        """Undoes `to_chunks` along dim 1. `gather_full(chunk, length)` gathers a replicated stream from all ranks."""
+    def from_chunks(self, out: Tensor, ranks: MeshDim) -> Tensor:
+        """Undoes `to_chunks` along dim 1: gathers replicated streams from all `ranks`."""
         if self._only_chunks:
             return out
-        pieces = zip(out.split([stream.chunk_tokens for stream in self.streams], 1), self.streams, strict=True)
-        return torch.cat([stream.from_chunk(piece, gather_full) for piece, stream in pieces], 1)
+        local = []
+        for chunk, stream in zip(out.split([one.chunk_tokens for one in self._streams], 1), self._streams, strict=True):
+            if stream.replicated:
+                sizes = chunk_sizes(stream.local_tokens, ranks.parts)
+                local.append(all_gather_v(chunk.transpose(0, 1), sizes, ranks).wait()[0].transpose(0, 1))
+            elif stream.local_tokens == stream.chunk_tokens:
+                local.append(chunk)
+            else:  # zeros for a dummy token
+                local.append(chunk.new_zeros((chunk.shape[0], stream.local_tokens, *chunk.shape[2:])))
+        return torch.cat(local, 1)
 
 
 class Streams:
@@ -263,38 +256,30 @@ class Streams:
         self.replicated = replicated
         self.pipefusion = pipefusion
         self._mesh_dim = mesh_dim
-        self._lengths: dict[str, int] = {}
+        self.lengths: dict[str, int] = {}  # global, of the streams split so far in this forward [tokens]
         self._cache: dict[Hashable, Any] = {}
 
     def clear(self) -> None:
-        self._lengths.clear()
+        self.lengths.clear()
         self._cache.clear()
 
     @property
     def any_split(self) -> bool:
         """Returns whether the network's variables contain a part of any stream at this moment."""
-        return bool(self._lengths)
+        return bool(self.lengths)
 
     def record_length(self, stream: str, length: int, where: str) -> None:
         """Records the global length of `stream` [tokens]; Refused if this forward has recorded another one."""
-        known = self._lengths.setdefault(stream, length)
+        known = self.lengths.setdefault(stream, length)
         if known != length:
             raise Unsplittable(f"{where} has {length} tokens, but stream {stream!r} was split with {known} before")
 
-    @property
-    def lengths(self) -> dict[str, int]:
-        """Returns the global lengths of the streams split so far in this forward [tokens]."""
-        return dict(self._lengths)
-
-    def is_known(self, stream: str) -> bool:
-        return stream in self._lengths
-
     def length(self, stream: str) -> int:
         """Returns the global length of `stream`; Refused before it is first split."""
-        if stream not in self._lengths:
-            seen = ", ".join(f"{name}={length}" for name, length in self._lengths.items()) or "none"
+        if stream not in self.lengths:
+            seen = ", ".join(f"{name}={length}" for name, length in self.lengths.items()) or "none"
             raise Unsplittable(f"{stream!r} is used before the plan split it (so far: {seen})")
-        return self._lengths[stream]
+        return self.lengths[stream]
 
     def total(self, names: tuple[str, ...]) -> int:
         """Returns the sum of the global lengths of `names`."""
@@ -304,11 +289,9 @@ class Streams:
         """Returns the chunk size of `stream` on each rank."""
         return chunk_sizes(self._active_range(stream)[1], self._mesh_dim.parts)
 
-    def local_chunk(self, stream: str) -> tuple[int, int]:
-        """Returns (start, size) of this rank's chunk of `stream`."""
-        return self._rank_chunk(stream, self._mesh_dim.index)
-
-    def _rank_chunk(self, stream: str, index: int) -> tuple[int, int]:
+    def chunk(self, stream: str, index: int | None = None) -> tuple[int, int]:
+        """Returns (start, size) of the chunk of `stream` that the rank of this index has; this rank's without one."""
+        index = self._mesh_dim.index if index is None else index
         first, _ = self._active_range(stream)
         sizes = self.sizes(stream)
         return first + sum(sizes[:index]), sizes[index]
@@ -326,28 +309,28 @@ class Streams:
         ranges = [
             (before + start, size)
             for index in (range(self._mesh_dim.size) if ranks is None else ranks)
-            for before, (start, size) in zip(starts, (self._rank_chunk(name, index) for name in names), strict=True)
+            for before, (start, size) in zip(starts, (self.chunk(name, index) for name in names), strict=True)
         ]
         return torch.cat([torch.arange(start, start + size, device=device) for start, size in ranges])
 
     def local_tokens(self, names: tuple[str, ...]) -> LocalTokens:
-        return LocalTokens([self._local_stream(name) for name in names])
+        streams = []
+        for name in names:
+            length, (start, size) = self.length(name), self.chunk(name)
+            replicated = name in self.replicated
+            local, start = (length, start) if replicated else (max(size, min(length, 1)), 0)
+            streams.append(LocalStream(local_tokens=local, chunk_start=start, chunk_tokens=size, replicated=replicated))
+        return LocalTokens(streams)
 
     def local_count(self, names: tuple[str, ...]) -> int:
         """Returns the number of this rank's tokens of `names`."""
         return self.local_tokens(names).size
 
-    def _local_stream(self, stream: str) -> LocalStream:
-        length, (start, size) = self.length(stream), self.local_chunk(stream)
-        if stream in self.replicated:
-            return LocalStream(local_tokens=length, chunk_start=start, chunk_tokens=size, replicated=True)
-        return LocalStream(local_tokens=max(size, min(length, 1)), chunk_start=0, chunk_tokens=size, replicated=False)
-
     def local_slice(self, full: Tensor, stream: str, dim: int) -> Tensor:
         """Returns a view of this rank's tokens of the full stream; of the first token where its chunk is empty."""
         if stream in self.replicated:
             return full
-        start, size = self.local_chunk(stream)
+        start, size = self.chunk(stream)
         return full.narrow(dim, start, size) if size else full.narrow(dim, 0, min(full.shape[dim], 1))
 
     def tokens_by_rank(self, names: tuple[str, ...]) -> tuple[int, ...]:

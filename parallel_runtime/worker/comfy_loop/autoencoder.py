@@ -21,7 +21,7 @@ from ...engine.comm.collectives import refuse_on_all_ranks
 from ...engine.comm.mesh import MeshDim, participating_ranks
 from ...engine.comm.ranks import machine, machine_ranks, rank
 from ...engine.rows.conversion import Conversion, error_limit, leave_undivided, run_tiles, share_of
-from ...engine.rows.levels import Share
+from ...engine.rows.functions import Share
 from ...engine.split.streams import chunk_sizes
 from ...errors import Refused, Unsplittable
 from ...jobs import Job, VAEJob

@@ -87,7 +87,7 @@ def _missing(backend: AttentionBackend, device: torch.device) -> str | None:
 def _local_attention(mesh: ContextMesh, parallelism: Parallelism, tokens: int) -> tuple[ContextAttention, slice]:
     streams = Streams(mesh.context)
     streams.record_length("image", tokens, "report")
-    start, size = streams.local_chunk("image")
+    start, size = streams.chunk("image")
     return ContextAttention(mesh, parallelism, streams, ("image",), ("image",)), slice(start, start + size)
 
 
