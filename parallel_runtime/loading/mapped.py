@@ -163,15 +163,25 @@ def load_mapped(kind: type[Kind], load: Callable[..., Any], arguments: Sequence[
 @contextmanager
 def calls_loader(kind: type[Mapped]) -> Iterator[None]:
     """Has ComfyUI's loaders, in this context, make a `kind` of patcher with weights that are views of the file."""
-    patcher_class = comfy.model_patcher.CoreModelPatcher
-    functions = {name: getattr(comfy.model_management, name) for name in LOADED_LATER}
-    comfy.model_patcher.CoreModelPatcher, Mapped._assigning = kind, True
-    vars(comfy.model_management).update(LOADED_LATER)
+    with (
+        with_attributes(comfy.model_patcher, CoreModelPatcher=kind),
+        with_attributes(Mapped, _assigning=True),
+        with_attributes(comfy.model_management, **LOADED_LATER),
+    ):
+        yield
+
+
+@contextmanager
+def with_attributes(owner: Any, **values: Any) -> Iterator[None]:
+    """Gives a module, class or object these values of attributes in this context, and its own back at the end."""
+    before = {name: getattr(owner, name) for name in values}
     try:
+        for name, value in values.items():
+            setattr(owner, name, value)
         yield
     finally:
-        comfy.model_patcher.CoreModelPatcher, Mapped._assigning = patcher_class, False
-        vars(comfy.model_management).update(functions)
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
 def with_views(patcher: Kind) -> Kind:

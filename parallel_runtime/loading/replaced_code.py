@@ -196,6 +196,13 @@ def _module(value: Any) -> str:
     return code_names.pack_reference(code_names.home_of(value)) or ""
 
 
+def _chosen_attention() -> Any:
+    """Returns what ComfyUI chose as it started: most modules of networks have it, though a pack that was imported
+    before us may have set another in some."""
+    chosen = (vars(module).get(ATTENTION[0]) for module in [comfy.ldm.modules.attention, *_loaded(NETWORKS)])
+    return Counter(filter(code_names.is_comfyui, chosen)).most_common(1)[0][0]
+
+
 def _replaced_methods(base: type) -> Iterator[Replaced]:
     """Yields the methods that a pack has replaced in a class of ComfyUI's or torch's."""
     if base.__module__.partition(".")[0] in OWNERS:
@@ -370,7 +377,4 @@ def name_in_pack(value: Any) -> str:
     return code_names.qualified_name(value)
 
 
-# What ComfyUI chose as it started; in a worker, before it imports a pack. Most modules of networks have it, though a
-# pack that was imported before us may have set another in some.
-_chosen = (vars(module).get(ATTENTION[0]) for module in [comfy.ldm.modules.attention, *_loaded(NETWORKS)])
-CHOSEN_ATTENTION = Counter(filter(code_names.is_comfyui, _chosen)).most_common(1)[0][0]
+CHOSEN_ATTENTION = _chosen_attention()  # in a worker, before it imports a pack

@@ -41,7 +41,7 @@ from ...engine.split.streams import PARALLELIZED
 from ...errors import Refused
 from ...loading.code_names import named
 from ...loading.fingerprint import fingerprint
-from ...loading.mapped import Mapped, load_mapped
+from ...loading.mapped import Mapped, load_mapped, with_attributes
 from ...loading.object_codec import LoadAdditional
 from ...specs import ModelSpec, SourceFile
 from ..batch_groups import local_entries, select_entries
@@ -181,13 +181,9 @@ def _alike(name: str) -> Callable[..., Tensor]:
     """Returns ComfyUI's method of this name, which neither unloads others nor tiles where memory is short here."""
 
     def method(self: VAE, *args: Any, **kwargs: Any) -> Tensor:
-        management = vars(comfy.model_management)
-        before = {decision: management[decision] for decision in OWN_DECISIONS if decision in management}
-        management.update({decision: OWN_DECISIONS[decision] for decision in before})
-        try:
+        own = {one: value for one, value in OWN_DECISIONS.items() if hasattr(comfy.model_management, one)}
+        with with_attributes(comfy.model_management, **own):
             made: Tensor = getattr(VAE, name)(self, *args, **kwargs)
-        finally:
-            management.update(before)
         return made
 
     return method

@@ -27,7 +27,7 @@ from ...errors import Refused, Unsplittable
 from ...jobs import Job, VAEJob
 from ...loading.code_names import named
 from ...loading.fingerprint import model_fingerprint
-from ...loading.mapped import Mapped, calls_loader
+from ...loading.mapped import Mapped, calls_loader, with_attributes
 from ...loading.random_states import random_states, set_random_states
 from ...specs import ModelSpec, Parallelism
 from ..models import Model
@@ -85,12 +85,8 @@ def _loaded_vae(spec: ModelSpec) -> comfy.sd.VAE:
         made.append(kind(*args, **kwargs))
         return made[-1]
 
-    comfy.sd.VAE = make
-    try:
-        with calls_loader(Mapped):
-            named(spec.loader)(*json.loads(spec.arguments))
-    finally:
-        comfy.sd.VAE = kind
+    with with_attributes(comfy.sd, VAE=make), calls_loader(Mapped):
+        named(spec.loader)(*json.loads(spec.arguments))
     (vae,) = made
     return vae
 
@@ -116,12 +112,10 @@ def uniform_chunk_bytes(function: str, bytes_: int, local_rows: int, rows: int) 
         yield
         return
     module_name, _, name = function.partition(":")
-    original, module = named(function), sys.modules[module_name]
-    setattr(module, name, lambda device: local_rows * max(1, bytes_ // rows))
-    try:
+    named(function)  # imports it
+    local: dict[str, Any] = {name: lambda device: local_rows * max(1, bytes_ // rows)}
+    with with_attributes(sys.modules[module_name], **local):
         yield
-    finally:
-        setattr(module, name, original)
 
 
 def run(trials: Trials, vae: VAE, job: VAEJob, progress: Progress) -> dict[str, Any]:
@@ -143,7 +137,7 @@ def run(trials: Trials, vae: VAE, job: VAEJob, progress: Progress) -> dict[str, 
     output = flat.view(job.shape)
     if tiles is not None:
         set_random_states(job.random_states, vae.device)
-        tick = _tile_reporter(progress, ranks, parts)
+        tick = _ticker(progress, ranks, VOTE_TILES * ranks.size, parts)
         run_tiles(vae.network, tiles, job.method, job.x, ranks, vae.device, place=output, tick=tick)
     else:
         share = share_of(job.x, job.unit, ranks)
@@ -151,8 +145,8 @@ def run(trials: Trials, vae: VAE, job: VAEJob, progress: Progress) -> dict[str, 
         work = Conversion(vae.network, job.method, vae.device, chunked)
         _test(trials, vae.spec, work, job.x, share)
         set_random_states(job.random_states, vae.device)
-        with report_progress(progress, ranks, vae.network, job) as tick:
-            work.run(job.x, share, place=share.split(output), tick=tick)
+        with _reporting_frames(progress, vae.network, job):
+            work.run(job.x, share, place=share.split(output), tick=_ticker(progress, ranks, VOTE_EVERY))
     return {"random_states": random_states(vae.device)}
 
 
@@ -179,21 +173,15 @@ def _test(trials: Trials, spec: ModelSpec, work: Conversion, x: Tensor, share: S
 
 
 @contextmanager
-def report_progress(progress: Progress, ranks: MeshDim, model: nn.Module, job: VAEJob) -> Iterator[Callable[[], None]]:
-    """Reports heartbeats and frames, and cancels all ranks together, while a VAE runs in this context. Yields a
-    function to call before each divided function."""
-    ticks, frames, layer = count(1), 0, None
+def _reporting_frames(progress: Progress, model: nn.Module, job: VAEJob) -> Iterator[None]:
+    """Reports the frames of a video that are done, while a VAE runs in this context."""
+    frames, layer = 0, None
     total = (job.shape if job.method == "decode" else job.x.shape)[2] if job.x.ndim == 5 else 0
     # Every frame passes the decoder's last convolution, or the encoder's first, once.
     part = getattr(model, "decoder" if job.method == "decode" else "encoder", None)
     if total > 1 and part is not None:
         convs = [module for module in part.modules() if isinstance(module, nn.Conv2d | nn.Conv3d)]
         layer = convs[-1 if job.method == "decode" else 0] if convs else None
-
-    def tick() -> None:
-        progress.heartbeat()
-        if next(ticks) % VOTE_EVERY == 0:
-            progress.vote(ranks)
 
     def count_frames(_: nn.Module, args: Any, out: Any) -> None:
         nonlocal frames
@@ -202,21 +190,21 @@ def report_progress(progress: Progress, ranks: MeshDim, model: nn.Module, job: V
             if rank() == 0:
                 progress.report_done(min(frames, total), total)
 
-    progress.vote(ranks)
     with layer.register_forward_hook(count_frames) if layer else nullcontext():
-        yield tick
+        yield
 
 
-def _tile_reporter(progress: Progress, ranks: MeshDim, tiles: int) -> Callable[[], None]:
-    """Returns a function to call before each tile, which reports it, and cancels all ranks together."""
+def _ticker(progress: Progress, ranks: MeshDim, vote_every: int, tiles: int = 0) -> Callable[[], None]:
+    """Returns a function to call before each divided function, or tile, which reports tiles, and cancels all ranks
+    together."""
     ticks = count()
 
     def tick() -> None:
         done = next(ticks)
         progress.heartbeat()
-        if done % (VOTE_TILES * ranks.size) == 0:
+        if done % vote_every == 0:
             progress.vote(ranks)
-        if rank() == 0:
+        if tiles and rank() == 0:
             progress.report_done(done + 1, tiles)
 
     return tick

@@ -32,6 +32,7 @@ from ...engine.stages import Stages
 from ...errors import Refused
 from ...jobs import TWO_MODEL_GUIDERS, SamplingJob
 from ...loading.code_names import named, packs_named
+from ...loading.mapped import with_attributes
 from ...loading.object_codec import Rebuilder, controls_of, described_plainly
 from ...loading.pack_states import changed_states, changed_variables, check_states, set_variables
 from ...loading.random_states import random_states, set_random_states
@@ -187,14 +188,11 @@ class Wrappers:
     @contextmanager
     def running_changed_code(self) -> Iterator[None]:
         """Has the networks, in this context, record nothing, and call what ComfyUI's own would. May be nested."""
-        before, self.model.runs_changed_code = self.model.runs_changed_code, True
-        try:
-            with ExitStack() as stack:
-                for patcher in self.patchers:
-                    stack.enter_context(patcher.casting_as_natively())
-                yield
-        finally:
-            self.model.runs_changed_code = before
+        with ExitStack() as stack:
+            stack.enter_context(with_attributes(self.model, runs_changed_code=True))
+            for patcher in self.patchers:
+                stack.enter_context(patcher.casting_as_natively())
+            yield
 
     def calc_cond_batch(
         self, executor: Any, model: Any, conds: BranchConds, x: Tensor, timestep: Tensor, options: dict[str, Any]
@@ -204,14 +202,11 @@ class Wrappers:
         self.progress.vote()
         # Batches are limited alike on all ranks; ComfyUI alone would go by each rank's free memory.
         stages = None if self.job.batch_coupled else self.model.stages
-        most, before = x.shape[0] if stages else self.job.entries_per_call, model.memory_required
+        most, limit = x.shape[0] if stages else self.job.entries_per_call, {}
         if most:
-            model.memory_required = lambda shape, *args, **kwargs: 0 if shape[0] <= most else math.inf
-        try:
-            with self.noise.paused():
-                return self._divided_branches(executor, stages, model, conds, x, timestep, options)
-        finally:
-            model.memory_required = before
+            limit["memory_required"] = lambda shape, *args, **kwargs: 0 if shape[0] <= most else math.inf
+        with self.noise.paused(), with_attributes(model, **limit):
+            return self._divided_branches(executor, stages, model, conds, x, timestep, options)
 
     def _divided_branches(
         self, executor: Any, stages: Stages | None, model: Any, conds: BranchConds, x: Tensor, *args: Any

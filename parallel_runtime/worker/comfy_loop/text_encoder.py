@@ -22,6 +22,7 @@ from ...engine.stages import OwnedModules
 from ...engine.weight_sources import HostWeights
 from ...errors import BAD_INPUT, Refused
 from ...jobs import EncodingJob, Job
+from ...loading.mapped import with_attributes
 from ...loading.object_codec import rebuild
 from ...specs import EncoderMethod, ModelSpec
 from ..models import Model
@@ -105,12 +106,8 @@ def run(model: Model, job: EncodingJob, progress: Progress) -> dict[str, Any]:
     patcher.hook_mode = comfy.hooks.EnumHookMode.MinVram
     # ComfyUI is to unload no other model: the host has made room, and ranks that share out a network's weights must all
     # have it loaded.
-    free_memory = comfy.model_management.free_memory
-    comfy.model_management.free_memory = lambda *_, **__: []
-    try:
+    with with_attributes(comfy.model_management, free_memory=lambda *_, **__: []):
         comfy.model_management.load_models_gpu([patcher])
-    finally:
-        comfy.model_management.free_memory = free_memory
     with ExitStack() as stack:
         stack.callback(comfy.utils.set_progress_bar_global_hook, comfy.utils.PROGRESS_BAR_HOOK)
         if rank() == job.ranks[0]:  # what ComfyUI's own progress bars show
