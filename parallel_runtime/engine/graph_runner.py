@@ -80,12 +80,6 @@ class Call:
             slots.append(slot)
         return cls((settings, structure, *keys), list(tensors.values()), slots, leaves, structure)
 
-    def with_tensors(self, tensors: Sequence[Tensor]) -> tuple[Any, dict[str, Any]]:
-        """Returns the arguments of this call with other tensors, in new lists and dicts."""
-        leaves = [leaf if slot is None else tensors[slot] for leaf, slot in zip(self.leaves, self.slots, strict=True)]
-        args, kwargs = pytree.tree_unflatten(leaves, self.structure)
-        return args, kwargs
-
 
 def _offset(tensor: Tensor) -> int:
     """Returns the offset [elements] in a line, of tensors that are long enough for alignment to matter."""
@@ -256,8 +250,13 @@ class GraphRunner:
 
     def _trial(self, key: Hashable, tensors: Sequence[Tensor]) -> _Trial:
         if key not in self._trials:
-            if self._recorded and self.any_rank(self._is_tight(tensors)):
-                self.discard()
+            if self._recorded:  # an eager evaluation of `tensors` may lack memory beside the recordings
+                recorded_bytes = self.stats.bytes
+                largest = max(_elements(each.inputs) for each in self._recorded.values())
+                needed = int(recorded_bytes * max(1.0, _elements(tensors) / max(1, largest)))
+                pools_bytes = recorded_bytes + self.other_models_bytes()
+                if self.any_rank(not can_allocate(self.device, needed, pools_bytes)):
+                    self.discard()
             self._trials[key] = _Trial()
             _evict_oldest(self._trials, MAX_TRIALS)
         return self._trials[key]
@@ -304,7 +303,9 @@ class GraphRunner:
         inputs = [_like_layout(tensor) for tensor in call.tensors]
 
         def run() -> Any:
-            args, kwargs = call.with_tensors(inputs)
+            slots = zip(call.leaves, call.slots, strict=True)
+            leaves = [leaf if slot is None else inputs[slot] for leaf, slot in slots]
+            args, kwargs = pytree.tree_unflatten(leaves, call.structure)
             return self._run_eager(args, kwargs)
 
         self.on_recording(True)
@@ -355,13 +356,6 @@ class GraphRunner:
             except RuntimeError as lost:
                 raise RuntimeError(f"the device was lost while a forward was recorded ({reason})") from lost
         return None, reason
-
-    def _is_tight(self, tensors: Sequence[Tensor]) -> bool:
-        """Returns whether an eager evaluation of `tensors` may lack memory beside the recordings."""
-        recorded_bytes = self.stats.bytes
-        largest = max(_elements(each.inputs) for each in self._recorded.values())
-        needed = recorded_bytes * max(1.0, _elements(tensors) / max(1, largest))
-        return not can_allocate(self.device, int(needed), recorded_bytes + self.other_models_bytes())
 
 
 def _elements(tensors: Sequence[Tensor]) -> int:

@@ -224,7 +224,7 @@ class _TokenDivision(ExitStack):
         return out
 
     def _end(self, network: nn.Module, _: Any, output: Any) -> None:
-        unfinished = self.streams.is_split(self._plan.main_stream) and self._residual_consumer is None
+        unfinished = self._plan.main_stream in self.streams.split_streams and self._residual_consumer is None
         if self._residual_consumer is not None and output is not None:
             self._residual_consumer._residual_tokens = self.streams.length(self._plan.main_stream)
         self._clear()

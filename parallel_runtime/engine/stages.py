@@ -46,6 +46,7 @@ class StageChannel:
     without asking its device. A send never blocks."""
 
     def __init__(self, mesh_dim: MeshDim) -> None:
+        self.sent_bytes = 0
         self._mesh_dim = mesh_dim
         self._pending_sends: deque[Pending] = deque()
         self._end_sent = False  # this rank announced that no more comes
@@ -59,6 +60,7 @@ class StageChannel:
         self._pending_sends.append(self._start(dist.isend, message, peer))
         for tensor in tensors:
             if tensor.numel():
+                self.sent_bytes += tensor.nbytes
                 device = self._mesh_dim.comm_device or tensor.device  # a copy: the next block may write into `tensor`
                 copy = tensor.to(device, copy=True, memory_format=torch.contiguous_format)
                 self._pending_sends.append(self._start(dist.isend, copy, peer, self._mesh_dim.group))

@@ -165,7 +165,7 @@ def error_after_a_forward_that_raised(rank: int, world: int) -> float:
     except RuntimeError:
         handle.remove()
     route = transformer.transformer_blocks[0].attn.processor._parallel_config  # type: ignore[union-attr, index]
-    assert not route.streams._lengths, "streams of a forward that raised are still there"
+    assert not route.streams.lengths, "streams of a forward that raised are still there"
     return error(output(transformer, made), reference)
 
 

@@ -23,6 +23,11 @@ from ..comm.mesh import MeshDim
 from ..split.streams import Streams, chunk_sizes
 from .functions import Rows, Share
 
+
+class NoLevel(Unsplittable):
+    """Refuses a tensor whose size is of no level, on all ranks alike."""
+
+
 PICTURE_DIMS = 4  # of the least that has rows and columns
 
 
@@ -67,8 +72,11 @@ class Levels(Share):
     def level(self, shape: Sequence[int], what: str, *, full: bool = False) -> int:
         """Returns the level of this rank's rows [..., H, W], or of a `full` picture. Raises NoLevel without one."""
         if (level := self._level(shape, full=full)) is None:
-            raise NoLevel(f"{what} of {tuple(shape)} belongs to no level of {self.rows} x {self.across}")
+            raise self.no_level(what, shape)
         return level
+
+    def no_level(self, what: str, shape: Sequence[int]) -> NoLevel:
+        return NoLevel(f"{what} of {tuple(shape)} belongs to no level of {self.rows} x {self.across}")
 
     def _level(self, shape: Sequence[int], *, full: bool) -> int | None:
         if len(shape) < PICTURE_DIMS or shape[-3 - self.dim] not in self.widths:
@@ -129,10 +137,6 @@ class Levels(Share):
     def plane(self, level: int, rows: int) -> tuple[int, int]:
         """Returns the rows and columns of a picture with so many `rows` along the split side."""
         return (rows, self.widths[level]) if self.dim == -2 else (self.widths[level], rows)
-
-
-class NoLevel(Unsplittable):
-    """Refuses a tensor whose size is of no level, on all ranks alike."""
 
 
 def levels_of(shape: torch.Size, depth: int, ranks: MeshDim, *, only_multiples: bool = False) -> Levels | None:
@@ -239,7 +243,7 @@ class FullPatches:
     def _split_picture(self, output: Tensor, before: Tensor) -> Tensor:
         """Returns this rank's rows. Raises NoLevel for a picture of another size than before (Deep Shrink)."""
         if output.shape[-2:] != before.shape[-2:]:
-            raise self._no_level("a picture", output.shape)
+            raise self._levels.no_level("a picture", output.shape)
         return self._levels.split(output)
 
     def _middle(self, patch: Patch, arguments: Options) -> Options:
@@ -287,9 +291,5 @@ class FullPatches:
         """Returns the level of a block's tokens. Raises NoLevel for a block that attends along time."""
         shape = extra["activations_shape"]
         if self.over_time:
-            raise self._no_level("attention along time", shape)
+            raise self._levels.no_level("attention along time", shape)
         return self._levels.level(shape, "a patch")
-
-    def _no_level(self, name: str, shape: Sequence[int]) -> NoLevel:
-        rows, columns = self._shape[-2:]
-        return NoLevel(f"{name} of {tuple(shape)} belongs to no level of {rows} x {columns}")

@@ -25,7 +25,7 @@ class Splitter(Streams):
         self._gather_incomplete = False  # a gather waits for later token patches
         self._shapes: dict[Names, torch.Size] = {}  # shapes of tokens that came in several dims
         self._split_values: dict[str, tuple[Any, Any]] = {}  # by name: the last full value, and its split
-        self._split_streams: set[str] = set()
+        self.split_streams: set[str] = set()  # of which the network's variables contain this rank's part now
         self._arrived_split: dict[Names, bool] = {}  # at the first block of a stack
         self._matching_specs: dict[tuple[Any, ...], Any] = {}  # several specs: the one that fits in this forward
         self._ranges: list[tuple[int, int]] = []  # of the full stream, of which the last module returns the tokens
@@ -43,7 +43,7 @@ class Splitter(Streams):
     def restart(self) -> None:
         """Starts the same forward over, with other tokens."""
         super().clear()
-        kept = self._shapes, self._split_values, self._split_streams, self._arrived_split, self._matching_specs
+        kept = self._shapes, self._split_values, self.split_streams, self._arrived_split, self._matching_specs
         for state in (*kept, self._calls):
             state.clear()
         self._gather_incomplete = False
@@ -67,13 +67,9 @@ class Splitter(Streams):
         streams = getattr(spec, "streams", None)
         return spec if streams is None else replace(spec, streams=tuple(map(of_call, streams)))
 
-    def is_split(self, stream: str) -> bool:
-        """Returns whether the network's variables contain this rank's part of `stream` at this moment."""
-        return stream in self._split_streams
-
     @property
     def any_split(self) -> bool:
-        return bool(self._split_streams)
+        return bool(self.split_streams)
 
     def split(self, value: Any, spec: SplitSpec, where: str) -> Any:
         """Splits the argument `value` as `spec` says; `where` names it in refusals."""
@@ -90,7 +86,7 @@ class Splitter(Streams):
                 return self._split_tokens(value, spec, where)
             case Gather():
                 return value if spec.after else self.gather(value, spec.streams, spec.dim, where)
-            case Count():  # of the stream that is not known yet, the last of all that are
+            case Count():  # of all its streams: the one that is not known yet has the rest
                 length = value.shape[spec.dim] if isinstance(value, Tensor) else value
                 counted = next((stream for stream in spec.streams if stream not in self.lengths), spec.streams[-1])
                 others = self.total(tuple(stream for stream in spec.streams if stream != counted))
@@ -132,7 +128,7 @@ class Splitter(Streams):
         self.call_streams += spec.streams
         shape = value.shape[spec.dim : spec.dim + spec.flat]
         (stream, *more_streams) = spec.streams
-        if spec.repeats and stream not in self._split_streams:
+        if spec.repeats and stream not in self.split_streams:
             self.restart()
         if not more_streams and stream not in self.lengths:
             self._shapes[spec.streams] = shape
@@ -141,7 +137,7 @@ class Splitter(Streams):
             for name in spec.streams:
                 self.record_length(name, shape.numel() if name == spec.streams[-1] else 0, where)
         total, local = self.total(spec.streams), self.local_count(spec.streams)
-        self._split_streams.update(spec.streams)
+        self.split_streams.update(spec.streams)
         arrived_split = shape.numel() == local and total != local
         self._arrived_split.setdefault(spec.streams, arrived_split)
         if arrived_split:
@@ -215,7 +211,7 @@ class Splitter(Streams):
         of so many, and is gathered unless the stream has as many."""
         if not isinstance(value, Tensor):
             return value
-        is_split = stream in self._split_streams
+        is_split = stream in self.split_streams
         if tokens is not None:
             if is_split and self.length(stream) == tokens:
                 return value
@@ -234,9 +230,9 @@ class Splitter(Streams):
 
     def gather(self, value: Any, streams: Names, dim: int, where: str) -> Any:
         """Returns the full streams, gathered from all ranks; what is full already stays. Collective."""
-        if value is None or self._split_streams.isdisjoint(streams):
+        if value is None or self.split_streams.isdisjoint(streams):
             return value
-        self._split_streams.difference_update(streams)
+        self.split_streams.difference_update(streams)
         total, shape = self.total(streams), self._shapes.get(streams, ())
         flat = max(1, len(shape))
         tokens_shape = value.shape[dim:][:flat]
@@ -270,13 +266,13 @@ class Splitter(Streams):
         """Returns whether the module behind the blocks is given this rank's part of `value`. It is not where patches
         between blocks had all tokens gathered, or where no block has run."""
         self._ranges = [(start, end) for start, end, *_ in ranges]
-        return not self._split_streams.isdisjoint(tail.streams) and self._is_local(value, tail.streams, tail.dim)
+        return not self.split_streams.isdisjoint(tail.streams) and self._is_local(value, tail.streams, tail.dim)
 
     def gather_tail(self, tail: Gather, output: Any, where: str) -> Any:
         """Returns the full output of the module behind the blocks. Collective where the streams are split."""
-        if not tail.ranges or self._split_streams.isdisjoint(tail.streams):
+        if not tail.ranges or self.split_streams.isdisjoint(tail.streams):
             return self.gather(output, tail.streams, tail.dim, where)
-        self._split_streams.difference_update(tail.streams)
+        self.split_streams.difference_update(tail.streams)
         (stream,) = tail.streams
         gathered = []
         for number, (part, (start, end)) in enumerate(zip(output, self._ranges, strict=True)):
