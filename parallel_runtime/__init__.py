@@ -3,6 +3,8 @@
 This package always imports itself relatively: ComfyUI and torchrun load it under different names. OLDEST and TESTED are
 versions of ComfyUI."""
 
+from __future__ import annotations
+
 OLDEST = "0.15.1"  # the first whose MODEL says which loader made it
 TESTED = "0.33.0"  # the newest that our tests have run
 

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from parallel_runtime import accelerators
 from parallel_runtime.accelerators import ACCELERATORS, KERNELS, Accelerator, AttentionKernel, distributed_backends
 from parallel_runtime.errors import Refused
-from parallel_runtime.group.this_machine import checked_plan
+from parallel_runtime.group.machines import checked_plan
 from parallel_runtime.group.torchrun import Rendezvous, environment
 from parallel_runtime.planning.candidates import default_plan
 from parallel_runtime.planning.network_stats import NetworkStats

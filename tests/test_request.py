@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from parallel_runtime.errors import Refused
-from parallel_runtime.group import this_machine
+from parallel_runtime.group import machines
 from parallel_runtime.planning.candidates import default_plan
 from parallel_runtime.planning.network_stats import NetworkStats
 from parallel_runtime.planning.run_plan import PlanInputs
@@ -109,8 +109,8 @@ def of_widget(name: str, text: str) -> ParallelRequest:
         partial(requested_shares, workers=2),
         partial(parse_devices, gpus=2),
         lambda text: parse_devices(f"cpu,{text}", 2),
-        this_machine.split_endpoint,
-        lambda text: this_machine.parse_endpoint(f"{text}.invalid:29500"),
+        machines.split_endpoint,
+        lambda text: machines.parse_endpoint(f"{text}.invalid:29500"),
     ],
 )
 def test_of_a_long_text_a_refusal_quotes_the_beginning(refusing: Callable[[str], object], text: str) -> None:

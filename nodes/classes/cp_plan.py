@@ -21,8 +21,8 @@ from ...parallel_runtime.errors import Refused, Sentence, say, say_if, to_json
 from ...parallel_runtime.explain.plan_report import Report, Row, Subject, report
 from ...parallel_runtime.explain.plan_words import unused
 from ...parallel_runtime.group.history import RunSetup
+from ...parallel_runtime.group.machines import checked_plan
 from ...parallel_runtime.group.runtime import runtime
-from ...parallel_runtime.group.this_machine import checked_plan
 from ...parallel_runtime.loading.code_names import Unsendable
 from ...parallel_runtime.loading.object_codec import controls_of
 from ...parallel_runtime.loading.replaced_code import replaced_in_loop

@@ -16,7 +16,7 @@ from comfy_api.latest import io
 from torch.overrides import TorchFunctionMode
 
 from ...parallel_runtime.errors import Refused, WorkerLost
-from ...parallel_runtime.group.payload_cache import SharedOutput
+from ...parallel_runtime.group.worker_group import SharedOutput
 from ...parallel_runtime.loading.code_names import check_usable, note_failed_import, packs_named, proven
 from ...parallel_runtime.loading.mapped import has_dynamic_vram
 from ...parallel_runtime.request import ParallelRequest

@@ -24,8 +24,8 @@ from server import PromptServer
 
 from ...parallel_runtime.accelerators import ACCELERATORS, CUDA
 from ...parallel_runtime.errors import Refused, to_json
+from ...parallel_runtime.group.machines import checked_plan
 from ...parallel_runtime.group.runtime import runtime
-from ...parallel_runtime.group.this_machine import checked_plan
 from ...parallel_runtime.planning.run_plan import PlanInputs, RunPlan
 from ...parallel_runtime.request import ParallelRequest, why_one_gpu
 from ...parallel_runtime.specs import ComfySetup, Placement

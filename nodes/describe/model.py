@@ -1,6 +1,6 @@
 """What workers are sent of a MODEL (the loader's call, its files, its weight patches), and what planning knows of it.
 
-A LoRA's strength changes `patches_fingerprint`, and with it what is sent again (group/payload_cache.py).
+A LoRA's strength changes `patches_fingerprint`, and with it what is sent again (group/worker_group.py).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from ...parallel_runtime.architectures.network_modules import (
 )
 from ...parallel_runtime.architectures.row_plan import RowArchitecture
 from ...parallel_runtime.errors import Refused
-from ...parallel_runtime.group.payload_cache import check_size
 from ...parallel_runtime.group.runtime import runtime
+from ...parallel_runtime.group.worker_group import check_size
 from ...parallel_runtime.jobs import Described
 from ...parallel_runtime.loading.code_names import Unsendable, is_comfyui, is_of_a_pack, qualified_name, reference
 from ...parallel_runtime.loading.fingerprint import stat_file

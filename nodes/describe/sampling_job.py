@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ...parallel_runtime.architectures.split_plan import SplitLike
 from ...parallel_runtime.errors import Refused
-from ...parallel_runtime.group.payload_cache import check_size
+from ...parallel_runtime.group.worker_group import check_size
 from ...parallel_runtime.jobs import TWO_MODEL_GUIDERS, SamplingJob
 from ...parallel_runtime.loading.code_names import (
     Unsendable,

@@ -20,8 +20,8 @@ import torch
 from comfy.model_patcher import ModelPatcher
 
 from ...parallel_runtime.errors import ParallelError
+from ...parallel_runtime.group.machines import limits_by_worker
 from ...parallel_runtime.group.runtime import runtime
-from ...parallel_runtime.group.this_machine import limits_by_worker
 from ...parallel_runtime.group.worker_group import WorkerGroup
 from ...parallel_runtime.planning.memory_model import GIB, Capacity
 from ...parallel_runtime.planning.resolve import EncoderPlacement

@@ -18,9 +18,8 @@ from torch import Tensor
 from ...parallel_runtime.architectures.autoencoders import COMPARED, Tiles
 from ...parallel_runtime.errors import Refused, WorkerFailed
 from ...parallel_runtime.group.history import LeasedFor
-from ...parallel_runtime.group.payload_cache import SharedOutput
 from ...parallel_runtime.group.runtime import runtime
-from ...parallel_runtime.group.worker_group import Result
+from ...parallel_runtime.group.worker_group import Result, SharedOutput
 from ...parallel_runtime.jobs import VAEJob
 from ...parallel_runtime.loading.random_states import random_states, set_random_states
 from ...parallel_runtime.planning.network_stats import shares_within

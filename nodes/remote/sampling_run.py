@@ -23,8 +23,8 @@ from comfy_api.torch_helpers.torch_compile import COMPILE_KEY
 from torch import Tensor
 
 from ...parallel_runtime.errors import Refused, Sentence, WorkerLost, say
+from ...parallel_runtime.group.machines import checked_plan
 from ...parallel_runtime.group.runtime import runtime
-from ...parallel_runtime.group.this_machine import checked_plan
 from ...parallel_runtime.jobs import TWO_MODEL_GUIDERS, SamplingJob
 from ...parallel_runtime.loading import code_names
 from ...parallel_runtime.loading.code_names import Unsendable, is_of_a_pack, qualified_name, reference

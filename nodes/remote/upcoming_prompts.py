@@ -26,7 +26,7 @@ from server import PromptServer
 
 from ...parallel_runtime.errors import BAD_INPUT, Refused
 from ...parallel_runtime.group.launch import POLL_SECONDS
-from ...parallel_runtime.group.payload_cache import equal
+from ...parallel_runtime.group.worker_group import equal
 from ...parallel_runtime.jobs import Described
 from ...parallel_runtime.loading.code_names import is_comfyui, is_of_a_pack
 from ...parallel_runtime.planning.resolve import EncoderSize

@@ -26,8 +26,9 @@ from server import PromptServer
 from ...parallel_runtime import TESTED, numbers
 from ...parallel_runtime.commands.migrate import LARGE_ENCODER_BYTES
 from ...parallel_runtime.errors import Refused, say, say_if, to_json
-from ...parallel_runtime.group.group_status import BUSY, LINES, RankStatus, Status
+from ...parallel_runtime.group.activity import BUSY, RankStatus, Status
 from ...parallel_runtime.group.runtime import runtime
+from ...parallel_runtime.group.torchrun import LINES
 from ...parallel_runtime.loading.code_names import unusable
 from ...parallel_runtime.planning.request_checks import Change, changes, changes_to, instead
 from ...parallel_runtime.request import ParallelRequest

@@ -3,17 +3,14 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from PIL import Image
-from torch import Tensor
 from tqdm import tqdm
 
 from ..demo import HEADS, spec, words_and_pictures
-from ..demo.words_and_pictures import demo_job
 from ..errors import ParallelError
-from ..group.this_machine import checked_plan
+from ..group.machines import checked_plan
 from ..group.worker_group import Result, WorkerGroup
 from ..jobs import DemoJob
 from ..planning.network_stats import NetworkStats
@@ -24,48 +21,22 @@ from ..specs import Parallelism, Placement
 DrawnRun = tuple[RunPlan, Result]  # a row of the table
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Returns the exit status."""
-    options = parse(arguments)
+def main(options: argparse.Namespace) -> int:
     try:
         runs = draw(options)
     except (ParallelError, ValueError) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
     plan, drawn = runs[0]
-    save(drawn.value["samples"], options.out)
+    latent = drawn.value["samples"] / words_and_pictures.SCALE + words_and_pictures.SHIFT
+    pixels = words_and_pictures.decode(latent)[0]
+    picture = Image.fromarray((pixels * 255).round().to(torch.uint8).numpy())
+    picture.resize((picture.width * 4, picture.height * 4), Image.Resampling.BICUBIC).save(options.out)
     if plan.placement.shared:
         print("The workers share one device, so several are slower than one: compare the results, not the times.")
     print(table(runs, options.steps))
     print(f"{options.prompt!r} drawn to {options.out.absolute()}")
     return 0
-
-
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m parallel_runtime demo",
-        description="Draw a picture with a small FLUX model on several workers and compare it with one worker's.",
-    )
-    parser.add_argument("--prompt", default="a red circle on a white background", help="words the demo model knows")
-    parser.add_argument("--ring-degree", type=int, default=0, help="GPUs that split the picture in a ring (0: auto)")
-    parser.add_argument("--ulysses-degree", type=int, default=0, help="GPUs that split the picture by heads (0: auto)")
-    parser.add_argument("--steps", type=int, default=12, help="denoising steps")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--cfg", type=float, default=2.5, help="classifier-free guidance scale")
-    parser.add_argument("--width", type=int, default=128, help="pixels")
-    parser.add_argument("--height", type=int, default=128, help="pixels")
-    parser.add_argument("--devices", default="", help="such as 0,1 or cpu,cpu (default: all GPUs, or the CPU)")
-    parser.add_argument("--out", type=Path, default=Path("demo.png"), help="where the PNG goes")
-    options = parser.parse_args(arguments)
-    if not options.out.absolute().parent.is_dir():
-        parser.error(f"--out {options.out} is in a folder that does not exist")
-    if options.seed < 0:
-        parser.error(f"--seed is 0 or more, got {options.seed}")
-    if options.steps < 1:
-        parser.error(f"--steps is 1 or more, got {options.steps}")
-    if min(options.width, options.height) < 16 or options.width % 8 or options.height % 8:
-        parser.error(f"--width and --height are multiples of 8 from 16 up, got {options.width} x {options.height}")
-    return options
 
 
 def draw(options: argparse.Namespace) -> list[DrawnRun]:
@@ -79,7 +50,7 @@ def draw(options: argparse.Namespace) -> list[DrawnRun]:
     plan = checked_plan(PlanInputs(request=request, network=NetworkStats(heads=HEADS), gpus=gpus))
     generator = torch.Generator().manual_seed(options.seed)
     noise = torch.randn(1, words_and_pictures.CHANNELS, options.height // 8, options.width // 8, generator=generator)
-    job = demo_job(options.prompt, noise, steps=options.steps, cfg=options.cfg)
+    job = words_and_pictures.demo_job(options.prompt, noise, steps=options.steps, cfg=options.cfg)
     runs = [run(plan, job)]
     if plan.placement.world_size > 1:
         one = Placement(devices=plan.placement.devices[:1])
@@ -94,12 +65,6 @@ def run(plan: RunPlan, job: DemoJob) -> DrawnRun:
         result = group.run(spec(), plan.degrees, job, on_step=lambda step, *_: bar.update(step + 1 - bar.n))
         bar.update(steps - bar.n)
     return plan, result
-
-
-def save(samples: Tensor, out: Path) -> None:
-    pixels = words_and_pictures.decode(samples / words_and_pictures.SCALE + words_and_pictures.SHIFT)[0]
-    picture = Image.fromarray((pixels * 255).round().to(torch.uint8).numpy())
-    picture.resize((picture.width * 4, picture.height * 4), Image.Resampling.BICUBIC).save(out)
 
 
 def table(runs: Sequence[DrawnRun], steps: int) -> str:

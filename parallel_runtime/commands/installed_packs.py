@@ -25,12 +25,11 @@ import torch
 from ..errors import Refused
 from ..specs import ComfySetup
 from ..worker.comfy_loop import import_comfyui
-from .report import add_comfyui, find_comfyui
+from . import ROOT, find_comfyui, log_to
 
 log = logging.getLogger(__name__)
 
 Json = dict[str, Any]
-SECONDS = 120.0  # a pack that takes longer is taken to hang
 PUTS = {  # what source code names that puts this on a MODEL
     "CFG functions": ("set_model_sampler_cfg_function", "sampler_cfg_function"),
     "pre-CFG functions": ("set_model_sampler_pre_cfg_function", "sampler_pre_cfg_function"),
@@ -57,24 +56,16 @@ STATUS = "/proc/self/status"
 POLL_SECONDS = 0.05
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m parallel_runtime packs", description=__doc__)
-    add_comfyui(parser)
-    parser.add_argument("--timeout", type=float, default=SECONDS, help="seconds after which a pack is taken to hang")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("arguments", nargs="*", help="after --: arguments of ComfyUI, such as --base-directory")
-    options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+def main(options: argparse.Namespace) -> int:
+    log_to(sys.stdout)
     try:
         if not (comfyui := find_comfyui(options.comfyui)):
             raise Refused("report.no_comfyui")
         if not options.json:
             log.info("importing ComfyUI, and each pack after it, as a worker does")
         found = rows(comfyui, options.arguments, options.timeout)
-        if options.json:
-            log.info("%s", json.dumps([*found], indent=1))
-        for line in () if options.json else in_lines(found):
-            log.info("%s", line)
+        for text in [json.dumps([*found], indent=1)] if options.json else in_lines(found):
+            log.info("%s", text)
     except Refused as refused:
         log.info("%s", refused)
         return 1
@@ -85,10 +76,10 @@ def main(arguments: Sequence[str]) -> int:
 
 def rows(comfyui: str, arguments: Sequence[str], seconds: float) -> Iterator[Json]:
     """Yields each installed pack's row, by name. Raises Refused where ComfyUI itself cannot be imported."""
-    module, root = f"{__package__}.{Path(__file__).stem}", Path(__file__).parents[2]
+    module = f"{__package__}.{Path(__file__).stem}"
     command = [sys.executable, "-m", module, comfyui, str(seconds), *arguments]
     with TemporaryFile("w+", errors="replace") as output:
-        process = subprocess.Popen(command, cwd=root, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=output)
+        process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=output)
         try:
             for line in process.stdout or ():
                 found = json.loads(line)
@@ -162,13 +153,17 @@ def tried(packs: Any, path: str, seconds: float) -> dict[str, Any]:
             finally:
                 os._exit(0)  # a pack's threads may not end
         try:
-            code = _ended(copy, seconds)
+            deadline, ended = time.monotonic() + seconds, (0, 0)
+            while not ended[0] and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS)
+                ended = os.waitpid(copy, os.WNOHANG)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(copy, signal.SIGKILL)
-        if code is None:
+        if not ended[0]:
             os.waitpid(copy, 0)
             return {**failed, "reason": f"its import had not ended after {seconds:.0f} s"}
+        code = os.waitstatus_to_exitcode(ended[1])
         answer.seek(0)
         if text := answer.read():
             return {**failed, **json.loads(text)}
@@ -176,17 +171,6 @@ def tried(packs: Any, path: str, seconds: float) -> dict[str, Any]:
         last = "".join(output.read().strip().splitlines()[-1:])
         reason = f"it ended the process that imported it, with exit code {code}; {last or 'no message'}"
         return {**failed, "reason": reason}
-
-
-def _ended(process: int, seconds: float) -> int | None:
-    """Waits for a process, and returns its exit code, None where it has not ended after `seconds`."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        found, status = os.waitpid(process, os.WNOHANG)
-        if found:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(POLL_SECONDS)
-    return None
 
 
 def imported(packs: Any, path: str) -> dict[str, Any]:
@@ -198,12 +182,21 @@ def imported(packs: Any, path: str) -> dict[str, Any]:
     except Refused as refused:
         reason = str(refused)
     seconds, grown, after = time.perf_counter() - started, _memory() - memory, code_in_place()
+    replaced = []
+    for name, code in before.items():
+        old, new = (getattr(one, "__func__", one) for one in (code, after.get(name)))
+        if isinstance(old, FunctionType) and isinstance(new, FunctionType):
+            same = old.__code__ == new.__code__  # it may be that anew, as after a reload of its module
+        else:
+            same = type(old) is type(new)
+        if not same:
+            replaced.append(name)
     return {
         "imports": not reason,
         "reason": reason,
         "seconds": round(seconds, 3),
         "mb": round(grown / 1000, 1),
-        "replaces": [name for name, code in before.items() if not _is_same(code, after.get(name))],
+        "replaces": replaced,
         "threads": [thread.name for thread in threading.enumerate() if thread not in threads],
     }
 
@@ -220,14 +213,6 @@ def code_in_place() -> dict[str, Callable[..., Any]]:
             elif callable(value) and not isinstance(value, type):
                 found[f"{module}.{name}"] = value
     return found
-
-
-def _is_same(before: Callable[..., Any], after: Callable[..., Any] | None) -> bool:
-    """Is it what it was, or that anew, as after a reload of its module?"""
-    old, new = (getattr(one, "__func__", one) for one in (before, after))
-    if isinstance(old, FunctionType) and isinstance(new, FunctionType):
-        return old.__code__ == new.__code__
-    return type(old) is type(new)
 
 
 def _memory() -> int:

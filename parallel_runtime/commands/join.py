@@ -8,17 +8,16 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from ..errors import ProtocolError, Refused
-from ..group.cluster import versions
-from ..group.this_machine import interface_of, parse_endpoint
+from ..group.machines import interface_of, parse_endpoint, versions
 from ..group.torchrun import Rendezvous, Torchrun
-from ..wire.channel import TOKEN_FILE, TcpChannel, read_key
+from ..wire.channel import TcpChannel, read_key
 from ..wire.messages import Denied, Ended, Invitation, Machine
+from . import log_to
 
 RETRY_SECONDS = 1.0
 POLL_SECONDS = 0.05
@@ -27,9 +26,8 @@ LINE_CHARACTERS = 300  # what goes to the host must fit in a message
 log = logging.getLogger(__name__)
 
 
-def main(arguments: Sequence[str]) -> int:
-    options = _options(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+def main(options: argparse.Namespace) -> int:
+    log_to(sys.stdout)
     try:
         parse_endpoint(options.endpoint)
         key = read_key(options.token_file)
@@ -93,12 +91,3 @@ def _run_workers(endpoint: str, key: str, channel: TcpChannel, invitation: Invit
         return ended and replace(ended, last_line=torchrun.last_line()[:LINE_CHARACTERS])
     finally:
         torchrun.close()
-
-
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="parallel_runtime join", description=__doc__)
-    parser.add_argument("endpoint", metavar="HOST:PORT", help="rdzv_endpoint of CP Parallel Config")
-    parser.add_argument("--token-file", help=f"a file with the shared token; otherwise the one ${TOKEN_FILE} names")
-    parser.add_argument("--devices", default="", help="such as 0,1 or cpu,cpu; otherwise as many as ComfyUI's machine")
-    parser.add_argument("--comfyui", default="", help="ComfyUI's folder here; otherwise the path on ComfyUI's machine")
-    return parser.parse_args(arguments)

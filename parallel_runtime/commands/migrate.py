@@ -17,13 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from . import log_to
 from . import saved_graph as saved
 
 log = logging.getLogger(__name__)
 
 Json = saved.Json
-ROOT = Path(__file__).resolve().parents[2]
-
 REPLACEMENTS = {
     "KSampler": "CPSampler",
     "KSamplerAdvanced": "CPSamplerAdvanced",
@@ -75,42 +74,31 @@ def migrated(workflow: Any, *, back: bool = False, large: IsLarge = lambda _: Fa
     if isinstance(workflow.get("nodes"), list):
         graphs = [*saved.graphs_of(workflow)]
         return workflow, [change for place, graph in graphs for change in _swap_nodes(graph, place, names, large)]
-    calls = workflow.get("prompt") if isinstance(workflow.get("prompt"), dict) else workflow
+    calls = _calls(workflow)
     if not calls or not all(isinstance(call, dict) and "class_type" in call for call in calls.values()):
         raise ValueError("neither a workflow as ComfyUI saves it (nodes) nor one exported for its API (class_type)")
-    configs = [name for name, call in calls.items() if call["class_type"] == CONFIG]
-    config = configs[0] if len(configs) == 1 and not back else None
-    replaced = [(name, call) for name, call in calls.items() if _is_of(names, call, "class_type")]
-    changes = [_swap_call(name, call, names, config) for name, call in replaced]
-    clips = _take_calls(calls) if back else _put_calls(calls, [name for name, _ in replaced], config, large)
-    return workflow, [*changes, *clips]
+    return workflow, [*_swap_calls(calls, names, large)]
 
 
 def remaining(workflow: Json) -> list[str]:
     """Returns the nodes of this pack in a workflow that has no CP sampler any more, each with its number."""
-    if not isinstance(workflow.get("nodes"), list):
-        calls = workflow["prompt"] if isinstance(workflow.get("prompt"), dict) else workflow
-        return [f"node {name} ({call['class_type']})" for name, call in calls.items() if call["class_type"] in OTHERS]
-    nodes = [(place, node) for place, graph in saved.graphs_of(workflow) for node in saved.items(graph.get("nodes"))]
-    named = [(f" in {place}" if place else "", node) for place, node in nodes if node.get("type") in OTHERS]
-    return [f"node {node.get('id', node.get('index', '?'))}{where} ({node['type']})" for where, node in named]
+    found = []
+    if isinstance(workflow.get("nodes"), list):
+        for place, graph in saved.graphs_of(workflow):
+            where = f" in {place}" if place else ""
+            found += [(_number(node), where, node.get("type")) for node in saved.items(graph.get("nodes"))]
+    else:
+        found += [(name, "", call["class_type"]) for name, call in _calls(workflow).items()]
+    return [f"node {number}{where} ({kind})" for number, where, kind in found if kind in OTHERS]
 
 
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m parallel_runtime migrate", description=__doc__)
-    parser.add_argument("workflow", type=Path, help="a saved workflow, or - for standard input")
-    parser.add_argument("--back", action="store_true", help="replace CP nodes by ComfyUI's own samplers")
-    parser.add_argument("--clip", action="store_true", help="a CP CLIP after each loader of text encoders, of any size")
-    models = "ComfyUI's folder of models, which says how large text encoders are; else of the ComfyUI around this pack"
-    parser.add_argument("--models", type=Path, default=ROOT.parent.parent / "models", help=models)
-    parser.add_argument("-o", "--out", type=Path, help="where to write; otherwise NAME.cp.json, or NAME.native.json")
-    options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    from_stdin = str(options.workflow) == "-"
+def main(options: argparse.Namespace) -> int:
+    log_to(sys.stderr)
+    back, from_stdin = options.back, str(options.workflow) == "-"
     try:
         text = sys.stdin.read() if from_stdin else options.workflow.read_text(encoding="utf-8")
         result, changes = migrated(
-            json.loads(text), back=options.back, large=lambda names: options.clip or _is_large(names, options.models)
+            json.loads(text), back=back, large=lambda names: options.clip or _is_large(names, options.models)
         )
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         log.error("%s is not JSON (%s); give it a workflow that ComfyUI saved", options.workflow, error)
@@ -118,13 +106,12 @@ def main(arguments: list[str]) -> int:
     except (OSError, ValueError) as error:
         log.error("%s: %s", options.workflow, getattr(error, "strerror", None) or error)
         return 1
-    out = options.out or (Path("-") if from_stdin else _default_out(options.workflow, options.back))
-    for change in changes:
-        log.info("%s", change)
-    if options.back and (left := remaining(result)):
-        log.info("this pack's nodes that are left: %s; take them out, or keep the pack", ", ".join(left))
+    name = options.workflow.stem.removesuffix(".cp").removesuffix(".native")
+    beside = options.workflow.with_name(f"{name}.{'native' if back else 'cp'}.json")
+    out = options.out or (Path("-") if from_stdin else beside)
+    _log_changes(result, changes, back)
     if not changes:
-        kinds = ", ".join(NATIVE if options.back else REPLACEMENTS)
+        kinds = ", ".join(NATIVE if back else REPLACEMENTS)
         log.info("there is no %s in it: nothing to change%s", kinds, "" if str(out) == "-" else ", nothing written")
         if str(out) != "-":
             return 0
@@ -139,17 +126,13 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _is_large(names: list[str], models: Path) -> bool:
-    """Have the text encoders among these files more bytes than ComfyUI should load beside a network?"""
-    each = [[os.path.join(models, folder, name) for folder in ENCODER_FOLDERS] for name in names]
-    files = [next(filter(os.path.isfile, places), None) for places in each]
-    return sum(os.path.getsize(file) for file in files if file) > LARGE_ENCODER_BYTES
-
-
-def _default_out(workflow: Path, back: bool) -> Path:
-    """Returns the path beside the workflow: its name without an earlier .cp or .native, and with the new one."""
-    name = workflow.stem.removesuffix(".cp").removesuffix(".native")
-    return workflow.with_name(f"{name}.{'native' if back else 'cp'}.json")
+def _log_changes(result: Json, changes: list[SwappedNode], back: bool) -> None:
+    for change in changes:
+        log.info("%s", change)
+    if back and any(change.before != CLIP for change in changes):
+        log.info("a file does not say which samplers were ComfyUI's own before: now all of them are")
+    if back and (left := remaining(result)):
+        log.info("this pack's nodes that are left: %s; take them out, or keep the pack", ", ".join(left))
 
 
 def _write(out: Path, text: str) -> None:
@@ -161,36 +144,73 @@ def _write(out: Path, text: str) -> None:
         log.info("%s %s", how, out)
 
 
-def _is_of(kinds: dict[str, str], node: Any, key: str) -> bool:
-    return isinstance(node, dict) and isinstance(node.get(key), str) and node[key] in kinds
+def _is_large(names: list[str], models: Path) -> bool:
+    """Have the text encoders among these files more bytes than ComfyUI should load beside a network?"""
+    total = 0
+    for name in names:
+        places = [os.path.join(models, folder, name) for folder in ENCODER_FOLDERS]
+        total += next((os.path.getsize(place) for place in places if os.path.isfile(place)), 0)
+    return total > LARGE_ENCODER_BYTES
+
+
+def _number(node: Json) -> str:
+    return str(node.get("id", node.get("index", "?")))
 
 
 def _swap_nodes(graph: Json, place: str, names: dict[str, str], large: IsLarge) -> Iterator[SwappedNode]:
     nodes = saved.items(graph.get("nodes"))
     configs = [node for node in nodes if node.get("type") == CONFIG and node.get("mode", ALWAYS) == ALWAYS]
     config = configs[0] if len(configs) == 1 else None
-    samplers = [node for node in nodes if _is_of(names, node, "type")]
+    samplers = [node for node in nodes if isinstance(node.get("type"), str) and node["type"] in names]
     for node in samplers:
-        yield _swap_on_canvas(node, names[node["type"]], place)
+        before, after = node["type"], names[node["type"]]
+        node["type"] = after
+        if isinstance(properties := node.get("properties"), dict):
+            for origin in ORIGIN:
+                properties.pop(origin, None)
+            properties[NAME] = after
         if names is NATIVE:
             saved.disconnect(graph, node, SOCKET["name"])
-            continue
-        node["inputs"] = [*saved.as_list(node.get("inputs")), dict(SOCKET)]
-        saved.connect(graph, config, 0, node, len(node["inputs"]) - 1)
+        else:
+            node["inputs"] = [*saved.as_list(node.get("inputs")), dict(SOCKET)]
+            saved.connect(graph, config, 0, node, len(node["inputs"]) - 1)
+        yield SwappedNode(node=_number(node), before=before, after=after, place=place)
     yield from _take_clips(graph, place) if names is NATIVE else _put_clips(graph, place, samplers, config, large)
 
 
 def _put_clips(
     graph: Json, place: str, samplers: list[Json], config: Json | None, large: IsLarge
 ) -> Iterator[SwappedNode]:
+    """Puts a CP CLIP between an output of a loader and all that it goes to, where the text encoder is large."""
     by_id = {node["id"]: node for node in saved.items(graph.get("nodes")) if isinstance(node.get("id"), int | str)}
     kinds = {number: node.get("type") for number, node in by_id.items()}
     below = [number for number, node in by_id.items() if any(node is sampler for sampler in samplers)]
-    for number, slot in _loaders(saved.wires_of(graph), kinds, below):
-        values = by_id[number].get("widgets_values")
-        if large(_texts(values.values() if isinstance(values, dict) else saved.as_list(values))):
-            made = _put_clip(graph, by_id[number], slot, config)
-            yield SwappedNode(node=str(made["id"]), before="", after=CLIP, place=place)
+    for loader_id, slot in _loaders(saved.wires_of(graph), kinds, below):
+        loader, nodes = by_id[loader_id], saved.items(graph["nodes"])
+        values = loader.get("widgets_values")
+        if not large(_texts(values.values() if isinstance(values, dict) else saved.as_list(values))):
+            continue
+        state = saved.under(graph, "state")
+        last = max([saved.number_of(graph.get("last_node_id")), saved.number_of(saved.under(state, "lastNodeId"))])
+        number = 1 + max([last, *(saved.number_of(node.get("id")) for node in nodes)])
+        if isinstance(state, dict):
+            state["lastNodeId"] = number
+        elif "last_node_id" in graph:
+            graph["last_node_id"] = number
+        fed = saved.move_links(graph, (loader_id, slot), (number, 0))
+        made = {
+            "id": number, "type": CLIP, "pos": saved.free_place(nodes, loader, CLIP_SIZE), "size": [*CLIP_SIZE],
+            "flags": {}, "order": 0, "mode": ALWAYS, "properties": {NAME: CLIP}, "widgets_values": [],
+            "inputs": [{"name": "clip", "type": "CLIP", "link": None}, dict(SOCKET)],
+            "outputs": [{"name": "CLIP", "type": "CLIP", "links": fed}],
+        }  # fmt: skip
+        graph["nodes"].append(made)
+        outputs = saved.items(loader.get("outputs"))
+        if slot < len(outputs):
+            outputs[slot]["links"] = None
+        saved.connect(graph, loader, slot, made, 0)
+        saved.connect(graph, config, 0, made, 1)
+        yield SwappedNode(node=str(number), before="", after=CLIP, place=place)
 
 
 def _take_clips(graph: Json, place: str) -> Iterator[SwappedNode]:
@@ -226,76 +246,51 @@ def _texts(values: Any) -> list[str]:
     return [value for value in values if isinstance(value, str)]
 
 
-def _put_clip(graph: Json, loader: Json, slot: int, config: Json | None) -> Json:
-    """Puts a CP CLIP between an output of a loader and all that it goes to."""
-    nodes, outputs = saved.items(graph["nodes"]), saved.items(loader.get("outputs"))
-    state = saved.under(graph, "state")
-    last = max([saved.number_of(graph.get("last_node_id")), saved.number_of(saved.under(state, "lastNodeId"))])
-    number = 1 + max([last, *(saved.number_of(node.get("id")) for node in nodes)])
-    if isinstance(state, dict):
-        state["lastNodeId"] = number
-    elif "last_node_id" in graph:
-        graph["last_node_id"] = number
-    fed = saved.move_links(graph, (loader["id"], slot), (number, 0))
-    made = {
-        "id": number, "type": CLIP, "pos": saved.free_place(nodes, loader, CLIP_SIZE), "size": [*CLIP_SIZE],
-        "flags": {}, "order": 0, "mode": ALWAYS, "properties": {NAME: CLIP}, "widgets_values": [],
-        "inputs": [{"name": "clip", "type": "CLIP", "link": None}, dict(SOCKET)],
-        "outputs": [{"name": "CLIP", "type": "CLIP", "links": fed}],
-    }  # fmt: skip
-    graph["nodes"].append(made)
-    if slot < len(outputs):
-        outputs[slot]["links"] = None
-    saved.connect(graph, loader, slot, made, 0)
-    saved.connect(graph, config, 0, made, 1)
-    return made
-
-
-def _swap_on_canvas(node: Json, after: str, place: str) -> SwappedNode:
-    before, node["type"] = node["type"], after
-    properties = node.get("properties")
-    if isinstance(properties, dict):
-        for name in ORIGIN:
-            properties.pop(name, None)
-        properties[NAME] = after
-    return SwappedNode(node=str(node.get("id", node.get("index", "?"))), before=before, after=after, place=place)
-
-
-def _swap_call(name: str, call: Json, names: dict[str, str], config: str | None) -> SwappedNode:
-    before, after = call["class_type"], names[call["class_type"]]
-    call["class_type"] = after
-    inputs = _inputs(call)
-    inputs.pop(SOCKET["name"], None)
-    if config is not None:
-        call["inputs"] = {**inputs, SOCKET["name"]: [config, 0]}
-    if isinstance(meta := call.get("_meta"), dict) and meta.get("title") == before:  # else the user chose it
-        meta["title"] = after
-    return SwappedNode(node=name, before=before, after=after)
+def _calls(workflow: Json) -> Json:
+    """Returns the nodes of a workflow that was exported for the API, or of a request to /prompt."""
+    return workflow["prompt"] if isinstance(workflow.get("prompt"), dict) else workflow
 
 
 def _inputs(call: Json) -> Json:
     return call["inputs"] if isinstance(call.get("inputs"), dict) else {}
 
 
-def _put_calls(calls: Json, samplers: list[str], config: str | None, large: IsLarge) -> Iterator[SwappedNode]:
-    wires = [
-        saved.Wire(value[0], value[1], name, socket.rstrip("0123456789") == "clip")
-        for name, call in calls.items()
-        for socket, value in _inputs(call).items()
-        if isinstance(value, list) and [*map(type, value)] == [str, int]
-    ]
+def _swap_calls(calls: Json, names: dict[str, str], large: IsLarge) -> Iterator[SwappedNode]:
+    configs = [name for name, call in calls.items() if call["class_type"] == CONFIG]
+    config = [configs[0], 0] if len(configs) == 1 and names is REPLACEMENTS else None
+    samplers = {name: call for name, call in calls.items() if str(call["class_type"]) in names}
+    for name, call in samplers.items():
+        before, after = call["class_type"], names[call["class_type"]]
+        call["class_type"] = after
+        inputs = _inputs(call)
+        inputs.pop(SOCKET["name"], None)
+        if config is not None:
+            call["inputs"] = {**inputs, SOCKET["name"]: config}
+        if isinstance(meta := call.get("_meta"), dict) and meta.get("title") == before:  # else the user chose it
+            meta["title"] = after
+        yield SwappedNode(node=name, before=before, after=after)
+    yield from _take_clip_calls(calls) if names is NATIVE else _put_clip_calls(calls, [*samplers], config, large)
+
+
+def _put_clip_calls(
+    calls: Json, samplers: list[str], config: list[Any] | None, large: IsLarge
+) -> Iterator[SwappedNode]:
+    wires = []
+    for name, call in calls.items():
+        for socket, value in _inputs(call).items():
+            if isinstance(value, list) and [*map(type, value)] == [str, int]:
+                wires.append(saved.Wire(value[0], value[1], name, socket.rstrip("0123456789") == "clip"))
     kinds = {name: call["class_type"] for name, call in calls.items()}
     for loader, slot in _loaders(wires, kinds, samplers):
-        if not large(_texts(_inputs(calls[loader]).values())):
-            continue
-        made = str(1 + max(map(saved.number_of, calls)))
-        _give(calls, [loader, slot], [made, 0])
-        inputs = {"clip": [loader, slot]} | ({} if config is None else {SOCKET["name"]: [config, 0]})
-        calls[made] = {"class_type": CLIP, "inputs": inputs, "_meta": {"title": "CP CLIP"}}
-        yield SwappedNode(node=made, before="", after=CLIP)
+        if large(_texts(_inputs(calls[loader]).values())):
+            made = str(1 + max(map(saved.number_of, calls)))
+            _give(calls, [loader, slot], [made, 0])
+            inputs = {"clip": [loader, slot]} | ({} if config is None else {SOCKET["name"]: config})
+            calls[made] = {"class_type": CLIP, "inputs": inputs, "_meta": {"title": "CP CLIP"}}
+            yield SwappedNode(node=made, before="", after=CLIP)
 
 
-def _take_calls(calls: Json) -> Iterator[SwappedNode]:
+def _take_clip_calls(calls: Json) -> Iterator[SwappedNode]:
     for name in [name for name, call in calls.items() if call["class_type"] == CLIP]:
         if isinstance(origin := _inputs(calls[name]).get("clip"), list):
             del calls[name]
@@ -304,5 +299,6 @@ def _take_calls(calls: Json) -> Iterator[SwappedNode]:
 
 
 def _give(calls: Json, before: list[Any], after: list[Any]) -> None:
+    """Has all inputs that come from one output of a node come from another one."""
     for call in calls.values():
         _inputs(call).update({name: after for name, value in _inputs(call).items() if value == before})

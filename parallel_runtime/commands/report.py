@@ -1,4 +1,5 @@
-"""Reports what a machine can do, as Markdown and JSON to paste into an issue. Downloads nothing."""
+"""Reports what a machine can do, as Markdown and JSON to paste into an issue, and what a workflow consists of.
+Downloads nothing."""
 
 import argparse
 import json
@@ -7,7 +8,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,13 @@ from ..accelerators import version_of
 from ..errors import Refused
 from ..specs import ComfySetup
 from ..worker.comfy_loop import import_comfyui
-from . import report_measuring
+from . import ROOT, find_comfyui, log_to, report_measuring
 
 log = logging.getLogger(__name__)
 
 Json = dict[str, Any]
-ROOT = Path(__file__).resolve().parents[2]
+ClassOf = Callable[[str], str]  # the class of the network in the file of this name, "" where there is none
 NO_COMFYUI = {"what": "not run", "note": "no ComfyUI here; --comfyui names its folder"}
-PARTS = "Single kernels, networks and graphs (--only, --minutes) are measured by `python -m tests.bench.report`."
 CHOICES = {  # widgets whose values are words of ComfyUI's or ours
     "sampler_name", "scheduler", "type", "weight_dtype", "device", "upscale_method", "crop", "method", "mode",
     "add_noise", "return_with_leftover_noise", "noise_mode", "resize_type", "scale_method", "dtype", "compile",
@@ -36,24 +36,20 @@ FILES = {
     ".wav", ".mp3", ".flac",
 }  # fmt: skip
 AFTER_A_SEED = ("fixed", "randomize", "increment", "decrement")
-KEPT_OF_A_GRAPH = ("version", "last_node_id", "last_link_id", "state")
-KEPT_OF_A_NODE = ("id", "type", "mode")
-KEPT_OF_A_SOCKET = ("name", "type", "link", "links", "shape")
-VERSIONS = ("cnr_id", "ver")
 CONTAINS = (
     "It contains the nodes, their links, numbers and choices, versions, and the classes of networks: no texts, no "
     "titles, no notes, no names of files."
 )
 
 
-def main(arguments: Sequence[str]) -> int:
-    options = _options(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+def main(options: argparse.Namespace) -> int:
+    log_to(sys.stdout)
     try:
+        comfyui = find_comfyui(options.comfyui)
         if options.compare:
             flags = ["--cpu"] * (options.devices == "cpu") + options.arguments
-            return report_measuring.compare(read(options.compare), find_comfyui(options.comfyui), flags)
-        return _summarise_workflow(options) if options.workflow else _measure(options)
+            return report_measuring.compare(_read(options.compare), comfyui, flags)
+        return _summarise_workflow(options, comfyui) if options.workflow else _measure(options, comfyui)
     except KeyboardInterrupt:
         log.info("stopped")
         return 1
@@ -62,9 +58,9 @@ def main(arguments: Sequence[str]) -> int:
         return 1
 
 
-def _summarise_workflow(options: argparse.Namespace) -> int:
-    comfyui, out = find_comfyui(options.comfyui), options.out
-    hardware, workflow = machine(comfyui), summary(read(options.workflow), _classes(comfyui))
+def _summarise_workflow(options: argparse.Namespace, comfyui: str) -> int:
+    out, hardware = options.out, machine(comfyui)
+    workflow = summary(_read(options.workflow), _classes(comfyui))
     versions = {name: hardware[name] for name in ("python", "torch", "cuda", "devices", "comfyui")}
     versions |= {name: version_of(name) for name in ("comfyui-frontend-package", "comfyui-workflow-templates")}
     path = (out / "workflow" if out.is_dir() else out).with_suffix(".workflow.json")
@@ -76,16 +72,13 @@ def _summarise_workflow(options: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(options: argparse.Namespace) -> int:
+def _measure(options: argparse.Namespace, comfyui: str) -> int:
     gpus = torch.cuda.device_count() if options.devices == "cuda" else 0
     if options.devices == "cuda" and not gpus:
         log.info("torch sees no CUDA device here; --devices cpu tries the report itself, with a tiny network")
         return 1
-    comfyui = find_comfyui(options.comfyui)
-    placements, page = (
-        report_measuring.placements(options.world, gpus),
-        report_measuring.Page(options.out, machine(comfyui)),
-    )
+    placements = report_measuring.placements(options.world, gpus)
+    page = report_measuring.Page(options.out, machine(comfyui))
     page.section("FLUX with random weights on the workers")
     try:
         for row in report_measuring.measurements(comfyui, placements) if comfyui else [NO_COMFYUI]:
@@ -117,41 +110,13 @@ def machine(comfyui: str = "") -> dict[str, Any]:
     }
 
 
-def find_comfyui(path: str) -> str:
-    """Returns the checkout at `path`, in COMFYUI_PATH, or around this pack if it is in custom_nodes; "" for none."""
-    folders = [Path(name).expanduser() for name in (path, os.environ.get("COMFYUI_PATH", "")) if name]
-    folders += [ROOT.parent.parent] if ROOT.parent.name == "custom_nodes" else []
-    return next((str(folder.absolute()) for folder in folders if _is_checkout(folder)), "")
-
-
-def _is_checkout(folder: Path) -> bool:
-    return (folder / "comfy" / "cli_args.py").is_file()
-
-
-def count(text: str) -> int:
-    """Parses a number of the command line. Raises ValueError, as `checkout` does."""
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"starts at 1, got {text}")
-    return number
-
-
-def checkout(text: str) -> str:
-    if text and not _is_checkout(Path(text).expanduser()):
-        raise argparse.ArgumentTypeError(f"there is no ComfyUI in {text}; name the folder that has its main.py")
-    return text
-
-
-def add_comfyui(parser: argparse.ArgumentParser) -> None:
-    """Adds the option that `find_comfyui` takes."""
-    words = "ComfyUI's folder; otherwise COMFYUI_PATH, or the ComfyUI that contains this pack"
-    parser.add_argument("--comfyui", type=checkout, default="", help=words)
-
-
 def _value_in(path: Path, name: str, between: str) -> str | None:
     """Returns the first value of `name` in a file of lines such as `name = value`, without quotes."""
-    lines = path.read_text().splitlines() if path.is_file() else []
-    values = (value for key, _, value in (line.partition(between) for line in lines) if key.strip() == name)
-    return next((value.strip(' "') for value in values), None)
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        key, _, value = line.partition(between)
+        if key.strip() == name:
+            return value.strip(' "')
+    return None
 
 
 def _output(*command: str) -> str | None:
@@ -161,24 +126,14 @@ def _output(*command: str) -> str | None:
         return None
 
 
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m parallel_runtime report", description=__doc__, epilog=PARTS)
-    parser.add_argument("--devices", choices=("cuda", "cpu"), default="cuda", help="cpu: a tiny network, for a trial")
-    parser.add_argument("--world", type=count, nargs="+", help="numbers of workers (default: 1 2 4 8; on the CPU 1 2)")
-    add_comfyui(parser)
-    out = "name or folder of report.md and .jsonl, or of .workflow.json"
-    parser.add_argument("--out", type=Path, default=Path("report"), help=out)
-    bug = "measure nothing; write what a bug report needs of this workflow, without texts and file names"
-    parser.add_argument("--workflow", type=Path, help=bug)
-    steps = "take one step of each sampler of this workflow (exported for the API) natively and on the workers"
-    parser.add_argument("--compare", type=Path, help=f"measure nothing; {steps}, and say how far apart they are")
-    parser.add_argument("arguments", nargs="*", help="after --, with --compare: arguments of ComfyUI")
-    options = parser.parse_args(arguments)
-    options.world = options.world or ([1, 2] if options.devices == "cpu" else [1, 2, 4, 8])
-    return options
+def _read(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise Refused("report.unreadable", file=str(file), error=str(error)) from None
 
 
-def summary(workflow: Any, class_of: Callable[[str], str]) -> Json:
+def summary(workflow: Any, class_of: ClassOf) -> Json:
     """Returns the workflow, of either form, without what is private, for a bug report: its nodes, links, numbers,
     choices and versions, and the classes of its networks. Raises Refused for anything that is no workflow."""
     if isinstance(workflow, dict) and isinstance(workflow.get("nodes"), list):
@@ -192,15 +147,8 @@ def summary(workflow: Any, class_of: Callable[[str], str]) -> Json:
     return {name: {"class_type": call["class_type"], "inputs": inputs[name]} for name, call in calls.items()}
 
 
-def read(file: Path) -> Any:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise Refused("report.unreadable", file=str(file), error=str(error)) from None
-
-
-def _graph(graph: Mapping[str, Any], class_of: Callable[[str], str]) -> Json:
-    kept = _only(graph, KEPT_OF_A_GRAPH) | {"links": graph.get("links") or []}
+def _graph(graph: Mapping[str, Any], class_of: ClassOf) -> Json:
+    kept = _only(graph, ("version", "last_node_id", "last_link_id", "state")) | {"links": graph.get("links") or []}
     kept["nodes"] = [_node(node, class_of) for node in graph["nodes"] if isinstance(node, dict)]
     for side in ("inputNode", "outputNode"):
         if isinstance(graph.get(side), dict):
@@ -218,41 +166,35 @@ def _only(source: Mapping[str, Any], keys: Iterable[str]) -> Json:
     return {key: source[key] for key in keys if key in source}
 
 
-def _node(node: Mapping[str, Any], class_of: Callable[[str], str]) -> Json:
-    kept = _only(node, KEPT_OF_A_NODE) | {"pos": [0, 0], "size": [200, 100], "flags": {}, "order": node.get("order", 0)}
-    versions = _only(node.get("properties") or {}, VERSIONS)
+def _node(node: Mapping[str, Any], class_of: ClassOf) -> Json:
+    kept = _only(node, ("id", "type", "mode"))
+    kept |= {"pos": [0, 0], "size": [200, 100], "flags": {}, "order": node.get("order", 0)}
+    versions = _only(node.get("properties") or {}, ("cnr_id", "ver"))
     kept["properties"] = {key: version for key, version in versions.items() if isinstance(version, str)}
+    values, names = node.get("widgets_values"), list[str]()
     for side in ("inputs", "outputs"):
-        kept[side] = [_socket(socket) for socket in node.get(side) or []]
-    values = node.get("widgets_values")
+        kept[side] = []
+        for socket in node.get(side) or []:
+            kept[side].append(_only(socket, ("name", "type", "link", "links", "shape")))
+            if not isinstance(socket.get("widget"), dict):
+                continue
+            name = socket["widget"].get("name")
+            kept[side][-1]["widget"] = {"name": name}
+            if side == "inputs":
+                names.append(str(name))
+                # The mode that the page adds behind a seed has no socket.
+                behind = values[len(names)] if isinstance(values, list) and len(names) < len(values) else None
+                if name in ("seed", "noise_seed") and behind in AFTER_A_SEED:
+                    names.append("mode")
     if isinstance(values, dict):
         kept["widgets_values"] = _value("", values, class_of)
     elif isinstance(values, list):
-        names = _widget_names(node, values)
-        kept["widgets_values"] = [_value(next(names, ""), value, class_of) for value in values]
+        names += [""] * len(values)
+        kept["widgets_values"] = [_value(name, value, class_of) for name, value in zip(names, values, strict=False)]
     return kept
 
 
-def _socket(socket: Mapping[str, Any]) -> Json:
-    kept = _only(socket, KEPT_OF_A_SOCKET)
-    if isinstance(socket.get("widget"), dict):
-        kept["widget"] = {"name": socket["widget"].get("name")}
-    return kept
-
-
-def _widget_names(node: Mapping[str, Any], values: list[Any]) -> Iterator[str]:
-    """Yields the name of the widget of each value; the mode that the page adds behind a seed has no socket."""
-    sockets = [socket for socket in node.get("inputs") or [] if isinstance(socket.get("widget"), dict)]
-    place = 0
-    for socket in sockets:
-        yield (name := str(socket["widget"].get("name")))
-        place += 1
-        if name in ("seed", "noise_seed") and place < len(values) and values[place] in AFTER_A_SEED:
-            yield "mode"
-            place += 1
-
-
-def _value(name: str, value: Any, class_of: Callable[[str], str]) -> Any:
+def _value(name: str, value: Any, class_of: ClassOf) -> Any:
     """Returns a number, a choice or a link unchanged, of a file the class of its network, of a text its length."""
     if isinstance(value, list):
         is_link = len(value) == 2 and isinstance(value[1], int) and not isinstance(value[0], list)
@@ -270,22 +212,25 @@ def _value(name: str, value: Any, class_of: Callable[[str], str]) -> Any:
     return f"text of {len(value)} characters"
 
 
-def _classes(comfyui: str) -> Callable[[str], str]:
-    """Returns what names the class of a network in a file, by ComfyUI's own detection; "" where it is no network."""
+def _classes(comfyui: str) -> ClassOf:
+    """Returns what names the class of a network in a file, by ComfyUI's own detection."""
     if not comfyui:
         return lambda _: ""
     import_comfyui(ComfySetup(root=comfyui, folder=os.getcwd()), torch.device("cpu"))
-    files = {path.name: path for path in Path(comfyui, "models").rglob("*") if path.is_file()}
-    return lambda name: _network_class(files.get(os.path.basename(name.replace("\\", "/"))))
-
-
-def _network_class(path: Path | None) -> str:
     import comfy.model_detection
     import comfy.utils
 
-    if path is None or path.suffix not in (".safetensors", ".sft"):
+    files = {path.name: path for path in Path(comfyui, "models").rglob("*") if path.is_file()}
+
+    def class_of(name: str) -> str:
+        path = files.get(os.path.basename(name.replace("\\", "/")))
+        if path is None or path.suffix not in (".safetensors", ".sft"):
+            return ""
+        state, metadata = comfy.utils.load_torch_file(str(path), return_metadata=True)
+        for prefix in (comfy.model_detection.unet_prefix_from_state_dict(state), ""):
+            config = comfy.model_detection.model_config_from_unet(state, prefix, metadata=metadata)
+            if config is not None:
+                return type(config).__name__
         return ""
-    state, metadata = comfy.utils.load_torch_file(str(path), return_metadata=True)
-    prefix = comfy.model_detection.unet_prefix_from_state_dict(state)
-    configs = (comfy.model_detection.model_config_from_unet(state, start, metadata=metadata) for start in (prefix, ""))
-    return next((type(config).__name__ for config in configs if config is not None), "")
+
+    return class_of

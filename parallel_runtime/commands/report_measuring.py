@@ -15,11 +15,10 @@ import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -38,6 +37,12 @@ from ..worker.comfy_loop import import_comfyui
 Measurement = dict[str, Any]  # by the names of COLUMNS, and "failed": why there is no more to tell
 
 NAME, ENDINGS = "report", (".jsonl", ".md")
+NODE = "CPCompare"  # the node's class, and its name in the prompt
+START_SECONDS = 600.0  # packs may be many
+ANSWER_SECONDS = 300.0  # it may be busy
+STOP_SECONDS = 20.0
+LOG_CHARACTERS = 2000
+log = logging.getLogger(__name__)
 
 
 class Column(NamedTuple):
@@ -96,7 +101,11 @@ class Page:
         if self._machine.get("topology"):
             lines += ["", "```", self._machine["topology"], "```"]
         for title, measurements in self._sections:
-            lines += ["", f"## {title}", *_table([_cells(measurement) for measurement in measurements])]
+            rows = [_cells(measurement) for measurement in measurements]
+            names = [name for name in COLUMNS if any(name in row for row in rows)]
+            table = [[COLUMNS[name].title or name for name in names], ["---"] * len(names)]
+            table += [[row.get(name, "") for name in names] for row in rows]
+            lines += ["", f"## {title}", "", *(f"| {' | '.join(row)} |" for row in table)]
         self._text.write_text("\n".join(lines) + "\n")
 
 
@@ -111,16 +120,6 @@ def _cells(measurement: Measurement) -> dict[str, str]:
     values = {name: (measurement | {"note": note}).get(name) for name in COLUMNS}
     filled = {name: value for name, value in values.items() if value not in (None, "")}
     return {name: COLUMNS[name].value.format(value).replace("|", "/") for name, value in filled.items()}
-
-
-def _table(rows: list[dict[str, str]]) -> Iterable[str]:
-    names = [name for name in COLUMNS if any(name in row for row in rows)]
-    yield from ("", _line(COLUMNS[name].title or name for name in names), _line("---" for _ in names))
-    yield from (_line(row.get(name, "") for name in names) for row in rows)
-
-
-def _line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 GIB = 2**30
@@ -147,48 +146,38 @@ def placements(worlds: Sequence[int], gpus: int) -> list[Placement]:
     return found
 
 
-def divisions(world_size: int) -> Iterator[tuple[str, Parallelism]]:
-    """Yields the ways to divide one sequence over this many workers, by name."""
-    both = {(2, world_size // 2)} if world_size % 4 == 0 else set()
-    for ring, ulysses in sorted({(world_size, 1), (1, world_size)} | both):
-        yield f"ring {ring} x Ulysses {ulysses}", Parallelism(ring_degree=ring, ulysses_degree=ulysses)
-
-
 def measurements(comfyui: str, placements: Sequence[Placement]) -> Iterator[Measurement]:
     """Yields a row for each start of a group and each division over its workers. An error is a row, too."""
     on_cpu = placements[0].device_kind == "cpu"
     flags = ("--cpu", "--use-pytorch-cross-attention") if on_cpu else ()
     setup = ComfySetup(root=comfyui, flags=flags, folder=os.getcwd())
     import_comfyui(setup, torch.device("cpu"))
-    with tempfile.TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder:
         spec, job = _flux(Path(folder, "flux.safetensors"), tiny=on_cpu)
         exact: Tensor | None = None
         for placement in placements:
-            labels: Measurement = {"workers": placement.world_size}
+            workers, started = placement.world_size, time.monotonic()
+            labels: Measurement = {"workers": workers}
             labels |= {"note": SHARED} if placement.shared and not on_cpu else {}
             try:
-                for row, out in _of_group(placement, setup, spec, job):
-                    exact = out if exact is None else exact
-                    error = {} if out is None or exact is None else {"error": mean_error(out, exact)}
-                    yield labels | row | error
+                with WorkerGroup(placement, setup) as group:
+                    row = labels | {"what": "start of the workers", "seconds": time.monotonic() - started}
+                    speed = group.profile.bytes_per_second / 1e9
+                    yield row | ({"links": speed} if speed else {})
+                    both = {(2, workers // 2)} if workers % 4 == 0 else set()
+                    for ring, ulysses in sorted({(workers, 1), (1, workers)} | both):
+                        degrees = Parallelism(ring_degree=ring, ulysses_degree=ulysses)
+                        results = [group.run(spec, degrees, job) for _ in range(WARM_UP + STEPS)]
+                        out = results[-1].value["out"].clone()
+                        exact = out if exact is None else exact
+                        row = labels | {"what": "a step", "degrees": f"ring {ring} x Ulysses {ulysses}"}
+                        row["seconds"] = statistics.median(result.seconds for result in results[WARM_UP:])
+                        row["error"] = mean_error(out, exact)
+                        if group.readings:
+                            row["gib"] = max(reading.used_bytes for reading in group.readings) / GIB
+                        yield row
             except ParallelError as error:
                 yield labels | {"what": "the rest of these workers", "failed": str(error)}
-
-
-def _of_group(
-    placement: Placement, setup: ComfySetup, spec: ModelSpec, job: EvaluationJob
-) -> Iterator[tuple[Measurement, Tensor | None]]:
-    started = time.monotonic()
-    with WorkerGroup(placement, setup) as group:
-        row: Measurement = {"what": "start of the workers", "seconds": time.monotonic() - started}
-        if group.profile is not None and group.profile.bytes_per_second:
-            row["links"] = group.profile.bytes_per_second / 1e9
-        yield row, None
-        for words, degrees in divisions(placement.world_size):
-            results = [group.run(spec, degrees, job) for _ in range(WARM_UP + STEPS)]
-            seconds = statistics.median(result.seconds for result in results[WARM_UP:])
-            used = {"gib": max(reading.used_bytes for reading in group.readings) / GIB} if group.readings else {}
-            yield {"what": "a step", "degrees": words, "seconds": seconds, **used}, results[-1].value["out"].clone()
 
 
 def _flux(path: Path, *, tiny: bool) -> tuple[ModelSpec, EvaluationJob]:
@@ -238,82 +227,41 @@ def mean_error(out: Tensor, exact: Tensor) -> float:
     return float((out.double() - exact.double()).abs().mean() / exact.double().std()) if out.numel() else 0.0
 
 
-log = logging.getLogger(__name__)
-
-Json = dict[str, Any]
-NODE = "CPCompare"  # the node's class, and its name in the prompt
-START_SECONDS = 600.0  # packs may be many
-ANSWER_SECONDS = 300.0  # it may be busy
-STOP_SECONDS = 20.0
-LOG_CHARACTERS = 2000
-
-
 def compare(workflow: Any, comfyui: str, arguments: Sequence[str]) -> int:
     """Prints how far apart each sampler's step is; returns 0 if all are equal. `arguments` are ComfyUI's own. Raises
-    Refused, for example for a workflow that nothing samples on workers."""
-    prompt = exported(workflow)
+    Refused, for example for a workflow that was not exported for the API, or that nothing samples on workers."""
+    prompt = workflow.get("prompt", workflow) if isinstance(workflow, dict) else None
+    if isinstance(prompt, dict) and isinstance(prompt.get("nodes"), list):
+        raise Refused("report.not_exported")
+    calls = [*prompt.values()] if isinstance(prompt, dict) else [None]
+    if not prompt or not all(isinstance(call, dict) and "class_type" in call for call in calls):
+        raise Refused("report.no_workflow", kind=type(workflow).__name__)
     if not comfyui:
         raise Refused("report.no_comfyui")
-    with TemporaryDirectory(prefix="cp-") as folder, _comfyui(comfyui, Path(folder), arguments) as server:
+    with TemporaryDirectory(prefix="cp-") as folder, _comfyui(comfyui, Path(folder), arguments) as ask:
+        if NODE not in ask("/object_info"):
+            raise Refused("report.no_pack")
         log.info("one step of each sampler, on the workers and in ComfyUI's process")
-        shown = _shown(server, server.queued({**prompt, NODE: {"class_type": NODE, "inputs": {}}}))
+        body = {"prompt": {**prompt, NODE: {"class_type": NODE, "inputs": {}}}, "partial_execution_targets": [NODE]}
+        number = ask("/prompt", body)["prompt_id"]
+        while not (history := ask(f"/history/{number}")):
+            time.sleep(0.5)
+    run = history[number]
+    for kind, message in run["status"]["messages"]:
+        if kind == "execution_error":
+            node = f"{message['node_type']} ({message['node_id']})"
+            raise Refused("report.node_failed", node=node, error=message["exception_message"].strip())
+    shown = next(one for one in run["outputs"].values() if "cp_compare" in one)
     for text in shown["text"]:
         log.info("%s", text)
     (table,) = shown["cp_compare"]
     return int(bool(table["troubles"]) or not table["rows"])
 
 
-def exported(workflow: Any) -> Json:
-    """Returns the nodes of a workflow that was exported for the API. Raises Refused for any other."""
-    nodes = workflow.get("prompt", workflow) if isinstance(workflow, dict) else None
-    if isinstance(nodes, dict) and isinstance(nodes.get("nodes"), list):
-        raise Refused("report.not_exported")
-    calls = [*nodes.values()] if isinstance(nodes, dict) else []
-    if not isinstance(nodes, dict) or not all(isinstance(call, dict) and "class_type" in call for call in calls or [0]):
-        raise Refused("report.no_workflow", kind=type(workflow).__name__)
-    return nodes
-
-
-class Server:
-    """A ComfyUI that was started here."""
-
-    def __init__(self, process: subprocess.Popen[bytes], port: int, output: Path) -> None:
-        self._process, self._address, self._output = process, f"http://127.0.0.1:{port}", output
-
-    def ask(self, path: str, body: Json | None = None) -> Any:
-        """Raises Refused where ComfyUI has ended or refuses; OSError where it does not answer yet."""
-        if self._process.poll() is not None:
-            log = self._output.read_text(encoding="utf-8", errors="replace")[-LOG_CHARACTERS:]
-            raise Refused("report.comfyui_ended", code=self._process.returncode, log=log)
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._address + path, data, {"Content-Type": "application/json"})
-        try:
-            with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:
-                return json.load(answer)
-        except urllib.error.HTTPError as refused:
-            raise Refused("report.prompt", answer=refused.read().decode(errors="replace")) from None
-
-    def queued(self, prompt: Json) -> str:
-        if NODE not in self.ask("/object_info"):
-            raise Refused("report.no_pack")
-        return str(self.ask("/prompt", {"prompt": prompt, "partial_execution_targets": [NODE]})["prompt_id"])
-
-
-def _shown(server: Server, prompt: str) -> Json:
-    """Waits for the prompt, and returns what the node shows. Raises Refused with what a node has raised."""
-    while not (history := server.ask(f"/history/{prompt}")):
-        time.sleep(0.5)
-    run = history[prompt]
-    for kind, message in run["status"]["messages"]:
-        if kind == "execution_error":
-            node = f"{message['node_type']} ({message['node_id']})"
-            raise Refused("report.node_failed", node=node, error=message["exception_message"].strip())
-    return next(dict(one) for one in run["outputs"].values() if "cp_compare" in one)
-
-
 @contextmanager
-def _comfyui(root: str, folder: Path, arguments: Sequence[str]) -> Iterator[Server]:
-    """Starts ComfyUI, whose temporary files are in `folder`, and ends it."""
+def _comfyui(root: str, folder: Path, arguments: Sequence[str]) -> Iterator[Callable[..., Any]]:
+    """Starts a ComfyUI, whose temporary files are in `folder`, and ends it. Yields what asks a path of it, with a body
+    or without one, and raises Refused where ComfyUI has ended or refuses."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
@@ -323,17 +271,31 @@ def _comfyui(root: str, folder: Path, arguments: Sequence[str]) -> Iterator[Serv
     log.info("starting ComfyUI in %s", root)
     with output.open("wb") as file:
         process = subprocess.Popen(command, cwd=root, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+
+    def ask(path: str, body: dict[str, Any] | None = None) -> Any:
+        if process.poll() is not None:
+            text = output.read_text(encoding="utf-8", errors="replace")[-LOG_CHARACTERS:]
+            raise Refused("report.comfyui_ended", code=process.returncode, log=text)
+        data = None if body is None else json.dumps(body).encode()
+        address = f"http://127.0.0.1:{port}{path}"
+        request = urllib.request.Request(address, data, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as refused:
+            raise Refused("report.prompt", answer=refused.read().decode(errors="replace")) from None
+
     try:
-        server, deadline = Server(process, port, output), time.monotonic() + START_SECONDS
-        while True:
+        deadline, answers = time.monotonic() + START_SECONDS, False
+        while not answers:
             try:
-                server.ask("/queue")
-                break
-            except OSError:
+                ask("/queue")
+                answers = True
+            except OSError:  # it does not listen yet
                 if time.monotonic() > deadline:
                     raise Refused("report.comfyui_silent", seconds=f"{START_SECONDS:.0f}") from None
                 time.sleep(0.2)
-        yield server
+        yield ask
     finally:
         process.send_signal(signal.SIGINT)
         try:

@@ -4,7 +4,10 @@
 set -euo pipefail
 caller=$PWD
 cd "$(dirname "$0")/../.."
-.ci/setup parallel_runtime/for_diffusers/requirements.txt
 export PYTHONPATH=$PWD
+for option in "$@"; do
+    case $option in -h | --help) exec "${PYTHON:-python3}" -m parallel_runtime demo --help ;; esac
+done
+.ci/setup parallel_runtime/for_diffusers/requirements.txt
 cd "$caller" # the picture goes there
 exec "$PYTHONPATH/.venv/bin/python" -m parallel_runtime demo "$@"

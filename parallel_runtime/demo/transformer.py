@@ -47,10 +47,24 @@ LAST = "final_layer.adaLN_modulation.1."  # of shift and scale the checkpoint ha
 
 
 def load(path: Path | str, device: torch.device | str = "cpu") -> Any:
-    """Returns the transformer in this file, in float32. On the CPU, parameters of a float32 file are views of it."""
+    """Returns the transformer in this file, in float32; its sizes follow from the shapes there. On the CPU, parameters
+    of a float32 file are views of it."""
     state = load_file(path)
+    width, channels = state["img_in.weight"].shape
+    head = state["double_blocks.0.img_attn.norm.query_norm.scale"].shape[0]
     with torch.device("meta"):
-        transformer: Any = FluxTransformer2DModel(**_config(state))
+        transformer: Any = FluxTransformer2DModel(
+            patch_size=1,
+            in_channels=channels,
+            num_layers=sum(key.startswith("double_blocks") and key.endswith("img_mlp.0.bias") for key in state),
+            num_single_layers=sum(key.endswith(".linear1.bias") for key in state),
+            attention_head_dim=head,
+            num_attention_heads=width // head,
+            joint_attention_dim=state["txt_in.weight"].shape[1],
+            pooled_projection_dim=state["vector_in.in_layer.weight"].shape[1],
+            guidance_embeds=False,
+            axes_dims_rope=(head // 8, head * 7 // 16, head * 7 // 16),
+        )
     sizes = {name: tensor.shape[0] for name, tensor in transformer.state_dict().items()}
     filled = {
         name: part.to(device, torch.float32)
@@ -86,24 +100,6 @@ def evaluate(transformer: Any, x: Tensor, timestep: Tensor, cond: Mapping[str, T
         return_dict=False,
     )[0]
     return pixel_shuffle(out.mT.unflatten(2, sides), 2)[..., :height, :width]
-
-
-def _config(state: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Returns the transformer's arguments, which follow from the shapes in its checkpoint."""
-    width, channels = state["img_in.weight"].shape
-    head = state["double_blocks.0.img_attn.norm.query_norm.scale"].shape[0]
-    return {
-        "patch_size": 1,
-        "in_channels": channels,
-        "num_layers": sum(key.startswith("double_blocks") and key.endswith("img_mlp.0.bias") for key in state),
-        "num_single_layers": sum(key.endswith(".linear1.bias") for key in state),
-        "attention_head_dim": head,
-        "num_attention_heads": width // head,
-        "joint_attention_dim": state["txt_in.weight"].shape[1],
-        "pooled_projection_dim": state["vector_in.in_layer.weight"].shape[1],
-        "guidance_embeds": False,
-        "axes_dims_rope": (head // 8, head * 7 // 16, head * 7 // 16),
-    }
 
 
 def _names(transformer: Iterable[str]) -> dict[str, list[str]]:

@@ -33,6 +33,9 @@ LONGEST = WIDTH - 1 - len(KNOWN_WORDS)
 # FLUX tells an image token where it is only by its rotation against text tokens, which all sit at the origin. Tokens
 # that every prompt has give this small model enough of them to find its place by.
 REGISTERS = 16
+FILE = Path(__file__).parent / "codec.safetensors"
+PATCH, CHANNELS = 8, 16
+SCALE, SHIFT = 0.3611, 0.1159
 KINDS = {"shape": SHAPES, "colour": COLOURS, "background": BACKDROPS, "size": SIZES, "place": PLACES}
 
 
@@ -59,7 +62,9 @@ def parse(prompt: str) -> list[str]:
 def encode(prompt: str) -> tuple[Tensor, Tensor]:
     """Returns cross_attn [1, 17 + words, 64] and pooled [1, 64]; an empty prompt is valid and means anything."""
     names = parse(prompt)
-    table = _hadamard(WIDTH)
+    table = torch.ones(1, 1)  # becomes Hadamard's
+    while len(table) < WIDTH:
+        table = torch.cat([torch.cat([table, table], 1), torch.cat([table, -table], 1)])
     positions = torch.tensor([1 + KNOWN_WORDS.index(name) for name in ["start", *names]])
     places = 1 + len(KNOWN_WORDS) + torch.arange(len(positions))
     meant = [1 + KNOWN_WORDS.index(name) for name in names if name not in GRAMMAR]
@@ -85,18 +90,6 @@ def _is_backdrop(words: list[str], i: int) -> bool:
     if "background" in words:
         return words[i + 1 : i + 2] == ["background"]
     return "on" in words[:i] and any(word in SHAPES or word in COLOURS for word in words[:i])
-
-
-def _hadamard(width: int) -> Tensor:
-    table = torch.ones(1, 1)
-    while len(table) < width:
-        table = torch.cat([torch.cat([table, table], 1), torch.cat([table, -table], 1)])
-    return table
-
-
-FILE = Path(__file__).parent / "codec.safetensors"
-PATCH, CHANNELS = 8, 16
-SCALE, SHIFT = 0.3611, 0.1159
 
 
 def decode(latent: Tensor) -> Tensor:

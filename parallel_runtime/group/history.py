@@ -3,7 +3,6 @@ record of its run and closes it; states of the group are its phases."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,16 +10,44 @@ from typing import Literal
 
 from ..request import EngineOptions
 from ..specs import Parallelism, Placement
-from .group_status import WORK, PastRun, Status
 
+PHASES = ("starting", "loading", "sampling", "decoding", "encoding")  # states of the group whose seconds are kept
 MAX_SPEEDUP_PER_WORKER = 1.2  # times as fast as one worker, for each worker: beyond that one of the runs was disturbed
 HISTORY_LENGTH = 8  # runs, and kinds of work, that are kept
-TIMED = {"starting", *WORK}
-
-IN_ORDER = ("encoding", "sampling", "decoding")
+IN_ORDER = ("encoding", "sampling", "decoding")  # leases of one run
 
 LeasedFor = Literal["encoding", "sampling", "decoding", "prompt"]  # "encoding" and "decoding" are those of a VAE
 Opener = Literal["start", "prompt", "lease"]  # "prompt": one is queued, whose lease has not begun
+
+
+@dataclass(frozen=True, kw_only=True)
+class PastRun:
+    """One run. `phases` are its finished states with their seconds, in order. `step_seconds` is the mean time between
+    steps, without the first two if there are more; `waited` is the fraction of a step spent waiting for other workers,
+    None if unknown. `alone` is the seconds a step on one worker: `measured` in a run of this size at the time
+    `alone_at`, or else estimated; None if unknown, if workers share a device, if the speedup is implausible, or if the
+    result is not that of one worker.
+    `kind` is that of the devices, `tokens` the size of the work, 0 if unknown. `measuring`: CP Plan's Measure asked for
+    it, `comparing`: Compare did.
+    `approximate`: its result is not the picture of one GPU. `reason` says why a run was refused."""
+
+    model: str = ""
+    workers: int = 1
+    kind: str = ""
+    tokens: int = 0
+    measuring: bool = False
+    comparing: bool = False
+    approximate: bool = False
+    began: float = 0.0
+    phases: tuple[tuple[str, float], ...] = ()
+    steps: int = 0
+    step_seconds: float | None = None
+    waited: float | None = None
+    alone: float | None = None
+    measured: bool = False
+    alone_at: float | None = None
+    end: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -58,8 +85,9 @@ class RunSetup:
 
     def plausible_speedup(self, times: float | None) -> float | None:
         """Returns this speedup; None if it is implausible, devices are shared, or one worker gives another result."""
-        believed = times is not None and self.workers > 1 and times <= MAX_SPEEDUP_PER_WORKER * self.workers
-        return times if believed and not self.shared and not self.patched else None
+        if times is None or self.workers == 1 or self.shared or self.patched:
+            return None
+        return times if times <= MAX_SPEEDUP_PER_WORKER * self.workers else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,9 +114,10 @@ class History:
         self._phase: tuple[str, float] | None = None  # of the open run, and when it began, by time.monotonic
         self._asked: tuple[Hashable, str] = (None, "")  # the newest run's prompt, None if unknown, and purpose
         self._leases: tuple[LeasedFor, ...] = ()  # of the newest run
-        self._last_status = Status()  # as the last step was done
+        self._setup = RunSetup()  # of what was loaded last
         self._paces: dict[Hashable, dict[str, dict[RunSetup, Pace]]] = {}  # the fastest, by work and sampler
         self._first_steps: list[tuple[int, float]] = []  # the first two of the run that were reported, and their times
+        self._total_steps = 0  # as the last step was done
 
     @property
     def runs(self) -> tuple[PastRun, ...]:
@@ -110,7 +139,11 @@ class History:
         a VAE's encoding, sampling and decoding, in this order, are one run, and the texts are one."""
         if self._open is not None and self._opener == "lease":
             return False
-        if self._open is None and self._can_go_on(work, prompt):
+        leases = [*self._leases, work]
+        in_order = {*leases} <= {*IN_ORDER} and leases == sorted(leases, key=IN_ORDER.index)
+        fits = {*leases} == {"prompt"} or (in_order and leases.count("sampling") <= 1)
+        same_prompt = prompt is not None and self._asked == (prompt, self.purpose) and bool(self._leases)
+        if self._open is None and same_prompt and fits and self._past and self._past[-1].end == "idle":
             *past, self._open = self._past
             self._past = tuple(past)
         elif self._opener != "prompt" or self._open is None:
@@ -128,21 +161,30 @@ class History:
         run, self._open = self._open, None
         if run is None or not run.phases:
             return
-        now = self._last_status
         sampled = how == "idle" and self._leases[-1:] == ("sampling",) and run.steps > 0
         # the last step may not have been reported
-        self._append(replace(run, end=how, reason=reason, steps=now.steps if sampled else run.steps))
-        if sampled and self.size.key is not None and run.step_seconds is not None:
-            self._keep_pace(Pace(setup=_setup_of(now), seconds=run.step_seconds, at=run.began))
+        self._append(replace(run, end=how, reason=reason, steps=self._total_steps if sampled else run.steps))
+        if not sampled or self.size.key is None or run.step_seconds is None:
+            return
+        # The best pace is kept: a disturbed run is slower. What Measure compares it has measured itself.
+        by_sampler = self._paces.pop(self.size.key, {})
+        paces = by_sampler.pop(self.sampler, {})
+        best = paces.get(self._setup)
+        if best is None or self.purpose == "measure" or run.step_seconds < best.seconds:
+            paces[self._setup] = Pace(setup=self._setup, seconds=run.step_seconds, at=run.began)
+        by_sampler[self.sampler] = paces
+        self._paces = dict([*self._paces.items(), (self.size.key, by_sampler)][-HISTORY_LENGTH:])
 
     def paces(self, key: Hashable) -> tuple[Pace, ...]:
         """Returns the paces of this work with its last sampler, fewest workers first; () for a single setup."""
         several = [paces for paces in self._paces.get(key, {}).values() if len(paces) > 1]
         paces = several[-1] if several else {}
-        ordered = sorted(paces.values(), key=lambda pace: (pace.setup.workers, *pace.setup.degrees.by_name.values()))
-        alone = [paces[one].seconds if (one := pace.setup.single_worker) in paces else math.inf for pace in ordered]
-        times = [one.setup.plausible_speedup(on_one / one.seconds) for one, on_one in zip(ordered, alone, strict=True)]
-        return tuple(replace(pace, speedup=speedup) for pace, speedup in zip(ordered, times, strict=True))
+        found = []
+        for pace in sorted(paces.values(), key=lambda pace: (pace.setup.workers, *pace.setup.degrees.by_name.values())):
+            single = paces.get(pace.setup.single_worker)
+            times = single.seconds / pace.seconds if single else None
+            found.append(replace(pace, speedup=pace.setup.plausible_speedup(times)))
+        return tuple(found)
 
     def cost(self, key: Hashable, workers: Sequence[int], steps: int) -> float | None:
         """Estimates the seconds of `steps` by number of workers, with starting and loading; None for unknown work."""
@@ -153,42 +195,61 @@ class History:
         before = max(sum(took for name, took in run.phases if name in ("starting", "loading")) for run in self.runs)
         return sum(before + steps * on_one / count for count in workers)
 
-    def state_changed(self, now: Status) -> None:
-        """The group's state is now another one: a phase of the open run ends, and perhaps the next one begins."""
-        self._end_phase(now.began_at)
-        if now.state == "starting" and self._open is None:
+    def state_changed(self, state: str, at: float, placement: Placement | None, degrees: Parallelism | None) -> None:
+        """The group is in another state since `at`, by time.monotonic: a phase of the open run ends, and perhaps the
+        next one begins."""
+        self._end_phase(at)
+        if state == "starting" and self._open is None:
             self._begin("start")
+        if state == "loading":
+            self._setup = RunSetup.of(degrees, placement) if degrees and placement else RunSetup()
         if self._open is None:
             return
-        if now.state in TIMED:
-            self._phase = now.state, now.began_at
-        elif self._opener == "start" or (self._opener == "prompt" and self._open.phases and now.state != "idle"):
-            self.close("idle" if now.state == "none" else now.state)
+        if state in PHASES:
+            self._phase = state, at
+        elif self._opener == "start" or (self._opener == "prompt" and self._open.phases and state != "idle"):
+            self.close("idle" if state == "none" else state)
             return
-        if now.placement is not None:
-            workers, kind = now.placement.world_size, now.placement.device_kind
-            self._open = replace(self._open, workers=workers, kind=kind)
-        if now.state == "loading" and now.degrees is not None:
+        if placement is not None:
+            self._open = replace(self._open, workers=placement.world_size, kind=placement.device_kind)
+        if state == "loading" and degrees is not None:
             self._first_steps = []
-            self._open = replace(self._open, approximate=now.degrees.options.approximate)
+            self._open = replace(self._open, approximate=degrees.options.approximate)
 
-    def step_done(self, now: Status, at: float) -> None:
-        """Another step is done, `at` this time by time.monotonic."""
+    def step_done(self, step: int, total: int, waited: float | None) -> None:
+        """So many steps of `total` are done; ranks `waited` this share of the last one for others."""
         # The pace leaves out the first step, and the second one too once there are more: workers that have just started
         # may record it, and a run on warm ones would look faster than what it is compared with.
-        self._first_steps = [*self._first_steps, (now.step, at)][:2]
+        now = time.monotonic()
+        self._first_steps = [*self._first_steps, (step, now)][:2]
         if self._open is None:
             return
-        first, began = max((step for step in self._first_steps if step[0] < now.step), default=(now.step, at))
-        run, self._last_status = replace(self._open, tokens=self.size.tokens), now
-        pace = (at - began) / (now.step - first) if now.step > first else run.step_seconds
-        run = replace(run, steps=now.step, step_seconds=pace, waited=now.waited)
-        self._open = self._with_single_worker(run, _setup_of(now))
+        first, began = max((earlier for earlier in self._first_steps if earlier[0] < step), default=(step, now))
+        seconds = (now - began) / (step - first) if step > first else self._open.step_seconds
+        self._total_steps = total
+        self._open = replace(self._open, tokens=self.size.tokens, steps=step, step_seconds=seconds, waited=waited)
+        if seconds is None or self._open.workers == 1:
+            return
+        # One worker's seconds a step: measured with this sampler, else scaled from another one, else estimated.
+        setup, single = self._setup, self._setup.single_worker
+        by_sampler = self._paces.get(self.size.key, {})
+        source, times = by_sampler.get(self.sampler, {}).get(single), self.size.speedup
+        if source is not None:
+            times = source.seconds / seconds
+        elif others := [paces for paces in by_sampler.values() if {single, setup} <= paces.keys()]:
+            source = others[-1][single]
+            times = source.seconds / others[-1][setup].seconds
+        times = setup.plausible_speedup(times)
+        if not times:
+            self._open = replace(self._open, alone=None, measured=False)
+            return
+        alone_at = source.at if source else None
+        self._open = replace(self._open, alone=seconds * times, measured=source is not None, alone_at=alone_at)
 
-    def refused(self, reason: str, at: float) -> None:
+    def refused(self, reason: str) -> None:
         """A run was refused for this reason. Another report of it, where it leaves the node, changes nothing."""
         if not any(run.reason is reason for run in self.runs):
-            self._append(PastRun(began=at, end="refused", reason=reason))
+            self._append(PastRun(began=time.time(), end="refused", reason=reason))
 
     def _begin(self, opener: Opener) -> None:
         """Opens a record. Of a start that goes on it has what follows; another record that is open is over."""
@@ -197,56 +258,20 @@ class History:
         self._phase = (phase[0], now) if phase is not None else None
         self._open, self._opener, self._leases = PastRun(began=time.time()), opener, ()
 
-    def _can_go_on(self, work: LeasedFor, prompt: Hashable) -> bool:
-        """Is this lease the next part of the last run?"""
-        leases = [*self._leases, work]
-        if prompt is None or self._asked != (prompt, self.purpose) or not self._leases or not self._past:
-            return False
-        in_order = set(leases) <= {*IN_ORDER} and leases == sorted(leases, key=IN_ORDER.index)
-        fits = set(leases) == {"prompt"} or (in_order and leases.count("sampling") <= 1)
-        return fits and self._past[-1].end == "idle"
-
     def _end_phase(self, at: float) -> None:
         if self._open is not None and self._phase is not None:
             name, began = self._phase
             self._open = replace(self._open, phases=(*self._open.phases, (name, at - began)))
         self._phase = None
 
-    def _with_single_worker(self, run: PastRun, setup: RunSetup) -> PastRun:
-        """Adds one worker's seconds a step: measured with this sampler, else scaled from another, else estimated."""
-        if run.step_seconds is None or run.workers == 1:
-            return run
-        paces = self._paces.get(self.size.key, {})
-        own = paces.get(self.sampler, {}).get(setup.single_worker)
-        others = [one for one in paces.values() if {setup.single_worker, setup} <= one.keys()]
-        ratio = others[-1][setup.single_worker].seconds / others[-1][setup].seconds if others else self.size.speedup
-        times = setup.plausible_speedup(own.seconds / run.step_seconds if own is not None else ratio)
-        if not times:
-            return replace(run, alone=None, measured=False)
-        source = own or (others[-1][setup.single_worker] if others else None)
-        alone_at = source.at if source else None
-        return replace(run, alone=run.step_seconds * times, measured=source is not None, alone_at=alone_at)
-
-    def _keep_pace(self, pace: Pace) -> None:
-        """Keeps a run's pace if it is the best: a disturbed one is slower. What Measure compares it has measured."""
-        known = self._paces.pop(self.size.key, {})
-        paces = known.pop(self.sampler, {})
-        before = paces.get(pace.setup)
-        if before is None or self.purpose == "measure" or pace.seconds < before.seconds:
-            paces[pace.setup] = pace
-        known[self.sampler] = paces
-        self._paces = dict([*self._paces.items(), (self.size.key, known)][-HISTORY_LENGTH:])
-
     def _append(self, run: PastRun) -> None:
         """Adds a run. If there are too many, the oldest start or measurement goes first, then the oldest run."""
-        runs = (*self._past, run)
+        runs = [*self._past, run]
         if len(runs) > HISTORY_LENGTH:
-            worked = [{*WORK} & {name for name, _ in one.phases} for one in runs[:-1]]
-            minor = (n for n, one in enumerate(runs[:-1]) if one.measuring or one.comparing or not worked[n])
-            first = next(minor, 0)
-            runs = (*runs[:first], *runs[first + 1 :])
-        self._past = runs
-
-
-def _setup_of(now: Status) -> RunSetup:
-    return RunSetup.of(now.degrees, now.placement) if now.degrees and now.placement else RunSetup()
+            minor = (
+                one for one in runs[:-1]
+                if one.measuring or one.comparing or all(name == "starting" for name, _ in one.phases)
+            )  # fmt: skip
+            first = next(minor, runs[0])
+            runs = [one for one in runs if one is not first]
+        self._past = tuple(runs)

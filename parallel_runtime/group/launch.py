@@ -10,6 +10,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
@@ -20,8 +21,7 @@ from ..specs import ComfySetup, Placement
 from ..wire.channel import Channel, short_path
 from ..wire.messages import PROTOCOL, Connected, Ended, Failed, Joined, MapOutput, Ready, Welcome
 from .activity import Activity
-from .cluster import Cluster, RemoteMachine
-from .group_status import Journal
+from .machines import Cluster, RemoteMachine
 from .torchrun import GRACE_SECONDS, Rendezvous, Torchrun
 
 POLL_SECONDS = 0.1
@@ -41,8 +41,17 @@ def start_workers(
 ) -> tuple[Processes, DeviceProfile]:
     """Starts every rank, with the first transport that works between their devices, and measures these. Raises
     WorkerStartError with the reason; where no transport works, with that of the fastest one."""
+    accelerator = ACCELERATORS.get(placement.devices[0].partition(":")[0])
+    shared = len(set(placement.devices)) < len(placement.devices)
+    transports = [Transport()]
+    if placement.devices in _transports_that_worked:
+        transports = [_transports_that_worked[placement.devices]]
+    elif accelerator is not None and not shared and placement.nnodes == 1 < placement.world_size:
+        for slower in accelerator.slower_transports:
+            # What the user's environment sets already is not tried again.
+            if slower.through_main_memory or slower.environment.keys() - os.environ.keys():
+                transports.append(slower)
     first_error: NotConnected | None = None
-    transports = _transports(placement)
     for transport in transports:
         processes = Processes(placement, activity, transport)
         try:
@@ -64,18 +73,6 @@ def start_workers(
     raise first_error
 
 
-def _transports(placement: Placement) -> list[Transport]:
-    """Returns the transports to try, the fastest first. What the user's environment sets already is not tried again."""
-    if placement.devices in _transports_that_worked:
-        return [_transports_that_worked[placement.devices]]
-    accelerator = ACCELERATORS.get(placement.devices[0].partition(":")[0])
-    shared = len(set(placement.devices)) < len(placement.devices)
-    if accelerator is None or shared or placement.nnodes > 1 or placement.world_size == 1:
-        return [Transport()]
-    slower, known = accelerator.slower_transports, os.environ.keys()
-    return [Transport(), *(one for one in slower if one.through_main_memory or one.environment.keys() - known)]
-
-
 class Processes:
     """The workers and their torchruns. `start_and_connect` fills `channels`, in rank order."""
 
@@ -87,10 +84,19 @@ class Processes:
         self.pids: list[int] = []
         self._token = secrets.token_hex(16)
         self._cluster: Cluster | None = None
-        self._torchrun, self._server = _torchrun_and_socket(len(placement.devices), activity.journal)
+        with contextlib.ExitStack() as undo:
+            try:
+                self._server = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                self._torchrun = Torchrun(range(len(placement.devices)), activity.journal)
+                undo.callback(self._torchrun.close)
+                self._address = os.path.join(self._torchrun.folder, "socket")
+                with short_path(self._address) as address:
+                    self._server.bind(address)
+            except OSError as error:  # such as a full disk
+                raise WorkerStartError(say("start.folder", error=str(error))) from None
+            undo.pop_all()
         self._machines: list[Torchrun | RemoteMachine] = [self._torchrun]  # in the order of their ranks
-        self._devices = [placement.devices]  # of each machine
-        self._address = os.path.join(self._torchrun.folder, "socket")
+        self._places = [(self._machines[0], device) for device in placement.devices]  # of each rank, with its machine
         self._rendezvous = Rendezvous(store=os.path.join(self._torchrun.folder, "store"))
         self._server.listen(placement.world_size)
         self._server.settimeout(POLL_SECONDS)
@@ -103,7 +109,16 @@ class Processes:
 
         Returns the measured device profile, with the slowest rank's rates."""
         self._activity.starting(self._placement)
-        self._start(time.monotonic() + timeout, watch)
+        if self._placement.nnodes > 1:
+            self._cluster = Cluster(self._placement, self._token)
+            self._activity.set_stage("machines")
+            self._cluster.wait_for_machines(time.monotonic() + timeout, watch)
+            for machine in self._cluster.machines:
+                self._machines.append(machine)
+                self._places += [(machine, device) for device in machine.devices]
+            self._rendezvous = self._cluster.meeting
+        self._activity.set_stage("processes")
+        self._torchrun.start(self._address, self._token, self._rendezvous, transport=self._transport)
         deadline = time.monotonic() + timeout  # anew: machines that came late take nothing from the workers
         ranks = range(self._placement.world_size)
         connected: dict[int, tuple[Channel, int]] = {}
@@ -111,10 +126,9 @@ class Processes:
             late = say("start.few", count=len(connected), workers=len(ranks), seconds=f"{timeout:.0f}")
             self._check_start(deadline, late)
             watch()
-            for channel in self._new_connections():
-                if ready := self._admit(channel):
-                    connected[ready.rank] = channel, ready.pid
-                    self._activity.set_stage("processes", len(connected))
+            for channel, ready in self._new_connections():
+                connected[ready.rank] = channel, ready.pid
+                self._activity.set_stage("processes", len(connected))
         self.channels, self.pids = map(list, zip(*(connected[rank] for rank in ranks), strict=True))
         self._welcome(comfy)
         self._activity.set_stage("meeting")
@@ -145,22 +159,35 @@ class Processes:
             silent = {self.channels[rank].fileno(): rank for rank in ranks if rank not in answers}
             answering = [silent[fd] for fd in wait(list(silent), POLL_SECONDS) if isinstance(fd, int)]
             for rank in answering:
-                answers[rank] = self._answer(kind, rank)
+                try:
+                    answer, _ = self.channels[rank].receive()
+                except EOFError:
+                    died, (machine, _) = self.died(rank), self._places[rank]
+                    starting = _with_last_line(say("start.died", died=died.sentence), machine.last_line())
+                    raise WorkerStartError(starting, died.cause) from None
+                if isinstance(answer, Failed):
+                    failed = say("start.failed", worker=self.worker_name(rank), reason=answer.sentence)
+                    raise WorkerStartError(failed, answer.cause)
+                assert isinstance(answer, kind)
+                answers[rank] = answer
                 if kind is Joined:
                     self._activity.set_stage("meeting", len(answers))
             if not answering:
                 self._check_start(deadline, say("start.apart", workers=len(ranks), count=len(silent)))
         return answers
 
-    def ask(self, message: Any, bundle: int | None = None) -> None:
-        """Sends to every rank; `bundle` on several machines to rank 0, which passes it on. Raises WorkerDied."""
-        for rank in range(len(self.channels)):
-            self._send(rank, message, bundle if rank == 0 or self._placement.nnodes == 1 else None)
-
-    def map_output(self, output: int) -> None:
-        """Sends a memory file to the ranks of this machine; no other shares memory with it. Raises WorkerDied."""
-        for rank in range(len(self._placement.devices)):
-            self._send(rank, MapOutput(), output)
+    def ask(self, message: Any, bundle: int | None = None, output: int | None = None) -> None:
+        """Sends to every rank; `bundle` on several machines to rank 0, which passes it on, and before that the memory
+        file `output` to the ranks of this machine, as no other shares memory with it. Raises WorkerDied."""
+        for rank, channel in enumerate(self.channels):
+            sent = [(message, bundle if rank == 0 or self._placement.nnodes == 1 else None)]
+            if output is not None and rank < len(self._placement.devices):
+                sent.insert(0, (MapOutput(), output))
+            for each, file in sent:
+                try:
+                    channel.send(each, None if file is None else os.dup(file))
+                except OSError:
+                    raise self.died(rank) from None
 
     def running(self) -> bool:
         """Are all torchruns and connected ranks alive?"""
@@ -168,18 +195,17 @@ class Processes:
 
     def worker_name(self, rank: int) -> Sentence:
         """Returns the rank's name for users, with its device, and its machine if that is another one."""
-        machine, place = divmod(rank, len(self._placement.devices))
-        device, address = self._devices[machine][place], self.machine_of(rank)
-        on = say("worker.on", rank=rank, device=device, machine=address)
-        return on if address else say("worker", rank=rank, device=device)
+        machine, device = self._places[rank]
+        on = say("worker.on", rank=rank, device=device, machine=machine.machine)
+        return on if machine.machine else say("worker", rank=rank, device=device)
 
     def machine_of(self, rank: int) -> str:
         """The address of the rank's machine; "" for this one."""
-        return self._machine(rank).machine
+        return self._places[rank][0].machine
 
     def died(self, rank: int) -> WorkerDied:
         """Returns how the rank ended, or the one that failed before it, as far as torchrun reports it shortly."""
-        cause = self._machine(rank).cause_of_death(rank)
+        cause = self._places[rank][0].cause_of_death(rank)
         # With this torchrun ends the others where a rank has failed.
         if cause.signal == "SIGTERM":
             causes = (cause for machine in self._machines for cause in (machine.ended() or Ended()).causes)
@@ -210,69 +236,36 @@ class Processes:
     def _hung_up_ranks(self) -> list[int]:
         return [rank for rank, channel in enumerate(self.channels) if channel.hung_up(0)]
 
-    def _send(self, rank: int, message: Any, bundle: int | None) -> None:
-        copy = None if bundle is None else os.dup(bundle)
-        try:
-            self.channels[rank].send(message, copy)
-        except OSError:
-            raise self.died(rank) from None
-
-    def _machine(self, rank: int) -> Torchrun | RemoteMachine:
-        return self._machines[rank // len(self._placement.devices)]
-
-    def _start(self, deadline: float, watch: Callable[[], None]) -> None:
-        if self._placement.nnodes > 1:
-            self._cluster = Cluster(self._placement, self._token)
-            self._activity.set_stage("machines")
-            self._cluster.wait_for_machines(deadline, watch)
-            self._machines += self._cluster.machines
-            self._devices += [machine.devices for machine in self._cluster.machines]
-            self._rendezvous = self._cluster.meeting
-        self._activity.set_stage("processes")
-        self._torchrun.start(self._address, self._token, self._rendezvous, transport=self._transport)
-
-    def _new_connections(self) -> list[Channel]:
-        """Returns the connections made since the last call, after waiting up to POLL_SECONDS."""
+    def _new_connections(self) -> list[tuple[Channel, Ready]]:
+        """Returns the ranks that have connected since the last call, after waiting up to POLL_SECONDS; connections of
+        others, which lack the token, are closed. Raises WorkerStartError for a rank of another version."""
         callers: list[Channel] = []
         with contextlib.suppress(TimeoutError):
             callers.append(Channel(self._server.accept()[0]))
         with contextlib.suppress(queue.Empty):
             while self._cluster is not None:
                 callers.append(self._cluster.gate.arrivals.get_nowait())
-        return callers
-
-    def _admit(self, channel: Channel) -> Ready | None:
-        """Returns the rank's greeting if it has the token; other connections are closed."""
-        ready = channel.greeting(Ready, GRACE_SECONDS)
-        # compare_digest takes equally long for every wrong token.
-        if ready is None or not secrets.compare_digest(ready.token.encode(), self._token.encode()):
-            channel.close()
-            return None
-        if ready.protocol != PROTOCOL:
-            raise WorkerStartError(say("start.changed"))
-        return ready
+        greeted = []
+        for channel in callers:
+            ready = channel.greeting(Ready, GRACE_SECONDS)
+            # compare_digest takes equally long for every wrong token.
+            if ready is None or not secrets.compare_digest(ready.token.encode(), self._token.encode()):
+                channel.close()
+            elif ready.protocol != PROTOCOL:
+                raise WorkerStartError(say("start.changed"))
+            else:
+                greeted.append((channel, ready))
+        return greeted
 
     def _welcome(self, comfy: ComfySetup | None) -> None:
-        setups = [comfy, *(machine.comfy(comfy) for machine in (self._cluster.machines if self._cluster else []))]
-        shared = any(len(set(names)) < len(names) for names in self._devices)
-        for rank, channel in enumerate(self.channels):
-            machine, place = divmod(rank, len(self._placement.devices))
-            device, by_memory = self._devices[machine][place], shared or self._transport.through_main_memory
+        shared = len({*self._places}) < len(self._places)
+        by_memory = shared or self._transport.through_main_memory
+        for channel, (machine, device) in zip(self.channels, self._places, strict=True):
+            setup = comfy
+            if comfy is not None and isinstance(machine, RemoteMachine) and machine.comfyui:
+                setup = replace(comfy, root=machine.comfyui, folder=machine.comfyui)
             with contextlib.suppress(OSError):  # a worker that died meanwhile is named where its answer is read
-                channel.send(Welcome(device, self._rendezvous.store, by_memory, setups[machine]))
-
-    def _answer(self, kind: type[Answer], rank: int) -> Answer:
-        try:
-            answer, _ = self.channels[rank].receive()
-        except EOFError:
-            died = self.died(rank)
-            starting = _with_last_line(say("start.died", died=died.sentence), self._machine(rank).last_line())
-            raise WorkerStartError(starting, died.cause) from None
-        if isinstance(answer, Failed):
-            failed = say("start.failed", worker=self.worker_name(rank), reason=answer.sentence)
-            raise WorkerStartError(failed, answer.cause)
-        assert isinstance(answer, kind)
-        return answer
+                channel.send(Welcome(device, self._rendezvous.store, by_memory, setup))
 
     def _check_start(self, deadline: float, late: Sentence) -> None:
         """Raises WorkerStartError where a process has ended, or with `late` past the deadline."""
@@ -288,7 +281,8 @@ class Processes:
                 reason = _with_last_line(say("start.ended"), ended.error or machine.last_line())
             if machine.machine:
                 reason = say("on.machine", reason=reason, machine=machine.machine)
-            full = self._torchrun.disk_full()
+            disk = os.statvfs(self._torchrun.folder)
+            full = not disk.f_bavail or (bool(disk.f_files) and not disk.f_favail)
             known = cause if cause.kind != "gone" else None
             raise WorkerStartError(say("start.full", reason=reason) if full else reason, known)
         if time.monotonic() > deadline:
@@ -299,18 +293,3 @@ class Processes:
 def _with_last_line(sentence: Sentence, line: str) -> Sentence:
     """Adds the workers' last printed line."""
     return say("start.printed", reason=sentence, line=line) if line else sentence
-
-
-def _torchrun_and_socket(workers: int, journal: Journal) -> tuple[Torchrun, socket.socket]:
-    """Returns a torchrun whose private folder has the host's socket. Raises WorkerStartError where the disk is full."""
-    torchrun, server = None, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        torchrun = Torchrun(range(workers), journal)
-        with short_path(os.path.join(torchrun.folder, "socket")) as address:
-            server.bind(address)
-    except OSError as error:
-        server.close()
-        if torchrun is not None:
-            torchrun.close()
-        raise WorkerStartError(say("start.folder", error=str(error))) from None
-    return torchrun, server

@@ -12,15 +12,15 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
+from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import ParallelError, Refused, WorkerDied, say
 from ..planning.run_plan import DeviceProfile, Speed
 from ..specs import ComfySetup, Placement, SourceFile
-from .activity import Activity
-from .group_status import BUSY, RESTING, Status
+from .activity import BUSY, RESTING, Activity, Status
 from .launch import POLL_SECONDS
-from .this_machine import parse_endpoint, seconds_from
+from .machines import parse_endpoint, seconds_from
 from .worker_group import STALL_SECONDS, WorkerGroup
 
 log = logging.getLogger(__name__)
@@ -43,16 +43,24 @@ class Measured:
         """Returns the remembered profile if `measured` is like it, else `measured`, which is remembered from now on."""
         name = f"{placement.nnodes} x {','.join(placement.devices)}"
         self._known |= self._read()
-        known = self._known.get(name)
-        if known is not None and _are_alike(measured, known):
-            return known
+        if (known := self._known.get(name)) is not None:
+            old_rates, rates = (pytree.tree_leaves(asdict(profile)) for profile in (known, measured))
+            pairs = zip(old_rates, rates, strict=False)
+            if len(old_rates) == len(rates) and all(max(pair) <= NOISE * min(pair) for pair in pairs):
+                return known
         self._known[name] = measured
-        if self.path:
-            try:
-                self._write()
-            except OSError as error:
-                words = "[CP] %s cannot be written (%s): after a restart a run may be split otherwise"
-                log.warning(words, self.path, error)
+        if not self.path:
+            return measured
+        partial = f"{self.path}.{os.getpid()}"
+        try:
+            os.makedirs(os.path.dirname(self.path), exist_ok=True)
+            with open(partial, "w", encoding="utf-8", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+                json.dump({name: asdict(profile) for name, profile in self._known.items()}, file, indent=1)
+            # At once: another ComfyUI of this user may read it meanwhile.
+            os.replace(partial, self.path)
+        except OSError as error:
+            words = "[CP] %s cannot be written (%s): after a restart a run may be split otherwise"
+            log.warning(words, self.path, error)
         return measured
 
     def _read(self) -> dict[str, DeviceProfile]:
@@ -64,22 +72,6 @@ class Measured:
             return {name: DeviceProfile(**{**profiles[name], "ranks": ranks}) for name, ranks in speeds.items()}
         except (OSError, ValueError, TypeError, AttributeError, KeyError):
             return {}
-
-    def _write(self) -> None:
-        os.makedirs(os.path.dirname(self.path), exist_ok=True)
-        partial = f"{self.path}.{os.getpid()}"
-        with open(partial, "w", encoding="utf-8", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
-            json.dump({name: asdict(profile) for name, profile in self._known.items()}, file, indent=1)
-        # At once: another ComfyUI of this user may read it meanwhile.
-        os.replace(partial, self.path)
-
-
-def _are_alike(one: DeviceProfile, other: DeviceProfile) -> bool:
-    """Are all rates of one within NOISE of the other's?"""
-    each = [[rate for speed in of.ranks for rate in (speed.products, speed.attention)] for of in (one, other)]
-    names = ("bytes_per_second", "flops_per_second", "host_bytes_per_second")
-    pairs = [*((getattr(one, name), getattr(other, name)) for name in names), *zip(*each, strict=False)]
-    return len(one.ranks) == len(other.ranks) and all(max(pair) <= NOISE * min(pair) for pair in pairs)
 
 
 class Runtime:
@@ -216,7 +208,14 @@ class Runtime:
 
     def _current(self, placement: Placement, comfy: ComfySetup | None, watch: Callable[[], None]) -> WorkerGroup:
         group = self.live
-        if group is None or group.placement != placement or group.comfy != comfy or not self._responds(group, watch):
+        if group is not None and (group.placement, group.comfy) != (placement, comfy):
+            group = None
+        if group is not None and self._activity.now.state not in BUSY:
+            try:  # a worker that was killed a moment ago may still count as running
+                group.measure(watch)
+            except WorkerDied as died:
+                log.warning("[CP] %s", died)
+        if group is None or not group.alive:
             if placement.nnodes > 1:  # a name that nobody knows is refused before it costs the live workers
                 parse_endpoint(placement.rdzv_endpoint)
             self._close()
@@ -227,31 +226,22 @@ class Runtime:
             self.profiles[placement] = self.measured.settled(placement, self.group.profile)
         return self.group
 
-    def _responds(self, group: WorkerGroup, watch: Callable[[], None]) -> bool:
-        """Measures an idle group, and returns whether it answers; a worker just killed may still count as running."""
-        if self._activity.now.state not in BUSY:
-            try:
-                group.measure(watch)
-            except WorkerDied as died:
-                log.warning("[CP] %s", died)
-        return group.alive
-
     def _start_in_thread(self, placement: Placement, comfy: ComfySetup | None) -> None:
-        threading.Thread(target=self._start_ahead, args=(placement, comfy), name="start workers", daemon=True).start()
+        def unless_closing() -> None:
+            if self._closing.is_set():
+                raise ParallelError(say("ended.closing"))
 
-    def _start_ahead(self, placement: Placement, comfy: ComfySetup | None) -> None:
-        try:
-            with self._locked() as acquired:
-                if acquired and self.live is None:
-                    self._current(placement, comfy, self._unless_closing)
-                    self._last_used_at = time.monotonic()
-        except ParallelError as error:
-            if not self._closing.is_set():
-                log.warning("[CP] workers did not start ahead of a run, which will start them again: %s", error)
+        def start() -> None:
+            try:
+                with self._locked() as acquired:
+                    if acquired and self.live is None:
+                        self._current(placement, comfy, unless_closing)
+                        self._last_used_at = time.monotonic()
+            except ParallelError as error:
+                if not self._closing.is_set():
+                    log.warning("[CP] workers did not start ahead of a run, which will start them again: %s", error)
 
-    def _unless_closing(self) -> None:
-        if self._closing.is_set():
-            raise ParallelError(say("ended.closing"))
+        threading.Thread(target=start, name="start workers", daemon=True).start()
 
     def _close(self) -> None:
         if self.group is not None:

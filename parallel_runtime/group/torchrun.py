@@ -1,4 +1,5 @@
-"""One torchrun on this machine, with a private folder; it ends with this process. Reads its and the workers' output."""
+"""One torchrun on this machine, with a private folder; it ends with this process. Reads its and the workers' output,
+and keeps the last lines that workers printed and this pack logged, by rank, to show them after a failure."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from io import FileIO
@@ -25,7 +28,6 @@ from ..accelerators import Transport
 from ..errors import Cause
 from ..wire.channel import KEY
 from ..wire.messages import Ended, decode
-from .group_status import Journal
 
 PACKAGE = Path(__file__).resolve().parents[1]
 GRACE_SECONDS = 5.0
@@ -33,8 +35,44 @@ ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 COMFYUIS_ALLOCATOR = "backend:cudaMallocAsync"
 DEFAULT_TRANSPORT = Transport()
 WORKER_LOG_PREFIX = "[CP rank"  # how what a worker logs begins, see worker/serve.py
+LINES = 500  # that a Journal keeps
+LINE_CHARACTERS = 2000
+HIDDEN = "***"
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One line of the log. `rank` is None for ComfyUI's process; `at` is in seconds of the epoch."""
+
+    at: float
+    rank: int | None
+    text: str
+
+
+class Journal(logging.Handler):
+    """A logging handler that keeps the last lines; `note` adds lines of workers."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self._lines: deque[Line] = deque(maxlen=LINES)
+
+    def note(self, text: str, rank: int | None = None, hide: Iterable[str] = ()) -> None:
+        """Adds a line, with the secrets in `hide` masked."""
+        for secret in filter(None, hide):
+            text = text.replace(secret, HIDDEN)
+        self._lines.append(Line(at=time.time(), rank=rank, text=text[:LINE_CHARACTERS]))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.name != log.name:  # a Torchrun adds its lines by `note`, whatever the level
+            for line in record.getMessage().splitlines():
+                self.note(line)
+
+    def tail(self, lines: int = LINES, rank: int | None = None) -> list[Line]:
+        """Returns the last `lines`, oldest first, of one rank or of all."""
+        chosen = [line for line in list(self._lines) if rank is None or line.rank == rank]
+        return chosen[-lines:] if lines > 0 else []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,10 +165,6 @@ class Torchrun:
         lines = (self._printed[rank].last_line for rank in (*first, *self._ranks, None) if rank in self._printed)
         return next(filter(None, lines), "")
 
-    def disk_full(self) -> bool:
-        disk = os.statvfs(self.folder)
-        return not disk.f_bavail or (bool(disk.f_files) and not disk.f_favail)
-
     def kill(self) -> None:
         """Kills its processes, without waiting."""
         if self.running():
@@ -204,16 +238,11 @@ def environment(
         "OMP_NUM_THREADS": cores,
         "TORCHINDUCTOR_COMPILE_THREADS": cores,  # a pool of processes in each worker
     }
-    inherited = _without_comfyui_allocator(os.environ)
+    inherited = dict(os.environ)
+    # Without the allocator that ComfyUI's main.py sets for its own process; the user's other options stay.
+    for name in ALLOCATOR:
+        words = inherited.pop(name, "").split(",")
+        if options := [word for word in words if word and "".join(word.split()) != COMFYUIS_ALLOCATOR]:
+            inherited[name] = ",".join(options)
     private = {"CP_TOKEN": token, "CP_FOLDER": folder, KEY: key}
     return {**defaults, **inherited, **private, "PYTHONSAFEPATH": "", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
-
-
-def _without_comfyui_allocator(environment: Mapping[str, str]) -> dict[str, str]:
-    """Removes the allocator that ComfyUI's main.py sets for its own process, and keeps the user's other options."""
-    variables = dict(environment)
-    for name in ALLOCATOR:
-        words = variables.pop(name, "").split(",")
-        if options := [word for word in words if word and "".join(word.split()) != COMFYUIS_ALLOCATOR]:
-            variables[name] = ",".join(options)
-    return variables

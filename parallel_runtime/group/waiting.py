@@ -42,7 +42,7 @@ class Waiting:
         return max(refusals, key=lambda refusal: refusal[1].code != ON_ANOTHER_RANK, default=None)
 
     def agreed(self) -> dict[int, tuple[Done, Any]]:
-        """Returns the answers of all ranks, once `over`. Raises Refused if a rank refused."""
+        """Returns the answers of all ranks, once `all_answered`. Raises Refused if a rank refused."""
         if self.refused is not None:
             rank, refusal = self.refused
             raise refusal.raised(self._processes.machine_of(rank))
@@ -109,7 +109,7 @@ class Waiting:
                 failed = say("died.failed", worker=self._processes.worker_name(rank), reason=reason)
                 raise WorkerFailed(failed, Cause(kind="raised", rank=rank), "")
             died = say("died.silent", worker=self._processes.worker_name(silent), seconds=f"{seconds:.0f}")
-            if self._activity.replaying:
+            if any(rank.readings and rank.readings.graphs.replays for rank in self._activity.now.ranks):
                 died = say("reason.why", reason=died, why=say("died.replaying"))
             raise WorkerDied(died, Cause(kind="silent", rank=silent))
 

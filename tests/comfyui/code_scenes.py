@@ -277,7 +277,7 @@ def hooked(rank: int, world: int) -> list[bool]:
 
 def help_pages(rank: int, world: int) -> dict[str, bool]:
     """The page of the troubleshooting for each kind of loss, and whether there is one of this name."""
-    status_of, events = pack_module("parallel_runtime.group.group_status"), node_module("server.routes")
+    status_of, events = pack_module("parallel_runtime.group.activity"), node_module("server.routes")
     kinds = ("killed", "exited", "torchrun", "gone", "silent", "raised", "out_of_memory")
     losses = (status_of.Loss(rank=0, kind=kind) for kind in kinds)
     pages = [events.help_page(status_of.Status(state="died", loss=loss)) for loss in losses]

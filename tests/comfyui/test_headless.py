@@ -73,9 +73,17 @@ def test_a_failed_run_is_told_by_the_exit_code(server: Server, tmp_path: Path) -
     assert "ring_degree 3" in done.stdout, "why"
 
 
+def test_a_workflow_as_the_page_saves_it_is_refused_in_a_sentence(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "workflow.json").write_text(json.dumps({"nodes": [], "links": []}))
+    line = [sys.executable, "-c", script(server), "workflow.json"]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "workflow.json is as the page saves it; this needs the workflow from File > Export (API)\n"
+
+
 def test_the_script_is_short_and_needs_nothing(server: Server) -> None:
     lines = [line for line in script(server).splitlines() if line]
-    assert len(lines) <= 20
+    assert len(lines) <= 23
     (imported,) = (line for line in lines if "import" in line)
     assert {name.strip().partition(".")[0] for name in imported.removeprefix("import").split(",")} <= set(
         sys.stdlib_module_names

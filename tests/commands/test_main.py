@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from parallel_runtime.commands import COMMANDS
+
 ROOT = Path(__file__).parents[2]
+PYTHON = {"PYTHON": sys.executable}
 
 
 def stderr_of(*arguments: str, bare: bool = False) -> str:
@@ -39,3 +46,30 @@ def test_help_is_no_failure() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("usage: ")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_every_command_needs_nothing_that_is_installed(name: str) -> None:
+    command = [sys.executable, "-S", "-m", "parallel_runtime", name, "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"usage: python -m parallel_runtime {name} ")
+
+
+def test_help_of_the_demos_script_installs_nothing(tmp_path: Path) -> None:
+    """It is run in a copy, which has no .venv."""
+    for name in ("parallel_runtime", "locales/en", ".ci"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.safetensors", "__pycache__"))
+    command = [tmp_path / "parallel_runtime" / "demo" / "run.sh", "--prompt", "a star", "-h"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=os.environ | PYTHON)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--ring-degree" in done.stdout
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_a_python_that_is_too_old_is_named_before_anything_is_asked_of_it() -> None:
+    old = "import runpy, sys; sys.version_info = (3, 9, 2); runpy.run_module('parallel_runtime', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-S", "-c", old], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "needs Python 3.11 or newer, such as ComfyUI's own" in done.stderr
+    assert f"{sys.executable} is Python 3.9\n" in done.stderr

@@ -456,7 +456,9 @@ def test_the_way_back_names_the_nodes_of_this_pack_that_are_left(tmp_path: Path)
     for workflow, left in ((calls, "node 4 (CPVAE)"), (saved, "node 7 (CPPlan), node 1 in subgraph 'inner' (CPModel)")):
         path = tmp_path / "mine.cp.json"
         path.write_text(json.dumps(workflow))
-        assert f"nodes that are left: {left}; take them out, or keep" in command("--back", str(path)).stderr
+        said = command("--back", str(path)).stderr
+        assert f"nodes that are left: {left}; take them out, or keep" in said
+        assert "does not say which samplers were ComfyUI's own before: now all of them are" in said
         assert "that are left" not in command(str(path)).stderr
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel_runtime.commands import report
-from parallel_runtime.commands.report import main
+from parallel_runtime.commands import COMMANDS, report
 from parallel_runtime.commands.report_measuring import in_a_line, placements
 from parallel_runtime.errors import Refused
 
@@ -59,7 +58,8 @@ def no_comfyui(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "find_comfyui", lambda _: "")
 
 
-BRIEF = ("--devices", "cpu")
+def main(*arguments: str) -> int:
+    return report.main(COMMANDS["report"].parsed(["--devices", "cpu", *arguments]))
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_arguments_that_cannot_be_are_named(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: tuple[str, ...], says: str
 ) -> None:
     with pytest.raises(SystemExit):
-        main([*BRIEF, "--out", str(tmp_path / "report"), *arguments])
+        main("--out", str(tmp_path / "report"), *arguments)
     assert says in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
@@ -87,7 +87,7 @@ def test_arguments_that_cannot_be_are_named(
 )
 def test_it_is_written_under_the_name_that_was_told(tmp_path: Path, name: str, written: str) -> None:
     """A folder has it in it. Without a ComfyUI it has the facts of the machine."""
-    assert main([*BRIEF, "--out", str(tmp_path / name)]) == 0
+    assert main("--out", str(tmp_path / name)) == 0
     assert {path.name for path in tmp_path.iterdir()} == {f"{written}.md", f"{written}.jsonl"}
     text = (tmp_path / f"{written}.md").read_text()
     for fact in ("torch", "context-parallel-sampler", "cpu"):
@@ -98,7 +98,7 @@ def test_it_is_written_under_the_name_that_was_told(tmp_path: Path, name: str, w
 @pytest.mark.usefixtures("no_comfyui")
 def test_a_place_that_cannot_be_written_is_said(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     caplog.set_level("INFO")
-    assert main([*BRIEF, "--out", str(tmp_path / "nowhere" / "report")]) == 1
+    assert main("--out", str(tmp_path / "nowhere" / "report")) == 1
     assert "the report cannot be written" in caplog.text
     assert "--out names another place" in caplog.text
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from parallel_runtime.commands.report import main, summary
+from parallel_runtime.commands.report import summary
 from parallel_runtime.errors import Refused
+
+from .test_report import main
 
 SECRET = "a portrait of my neighbour"
 FILE = "private/secret_mix_v3.safetensors"
@@ -72,7 +74,7 @@ def test_what_is_no_workflow_is_refused(workflow: Any) -> None:
 def test_the_command_writes_it_and_says_what_it_contains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "mine.json"
     file.write_text(json.dumps(canvas()))
-    assert main(["--devices", "cpu", "--workflow", str(file), "--out", str(tmp_path / "issue")]) == 0
+    assert main("--workflow", str(file), "--out", str(tmp_path / "issue")) == 0
     report = json.loads((tmp_path / "issue.workflow.json").read_text())
     assert report["workflow"]["nodes"]
     assert report["versions"]["torch"]
@@ -86,6 +88,6 @@ def test_a_file_that_cannot_be_read_is_one_sentence(
     if text is not None:
         file.write_text(text)
     with caplog.at_level("INFO"):
-        assert main(["--workflow", str(file), "--out", str(tmp_path)]) == 1
+        assert main("--workflow", str(file), "--out", str(tmp_path)) == 1
     assert "cannot be read as JSON" in caplog.text
     assert str(file) in caplog.text

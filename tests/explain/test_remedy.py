@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from parallel_runtime.errors import Refused, Sentence
-from parallel_runtime.group.this_machine import checked_plan
+from parallel_runtime.group.machines import checked_plan
 from parallel_runtime.planning.network_stats import Load, NetworkStats
 from parallel_runtime.planning.request_checks import (
     Change,

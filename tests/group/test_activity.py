@@ -414,7 +414,7 @@ def test_workers_that_hold_nothing_are_not_said_to_have_a_model(monkeypatch: pyt
     clock = Clock(monkeypatch)
     activity = started(clock)
     activity.begin_request(ModelSpec(loader="a"), Parallelism(), RUN)
-    activity.cancelling()
+    activity.set_state("cancelling")
     activity.models_unloaded()
     assert activity.now.state == "cancelling", "not in the middle of something"
     activity.cancelled()

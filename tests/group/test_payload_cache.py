@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from parallel_runtime.group.payload_cache import PayloadCache
+from parallel_runtime.group.worker_group import PayloadCache
 from parallel_runtime.jobs import EvaluationJob
 from parallel_runtime.specs import ModelSpec
 

@@ -8,7 +8,7 @@ import pytest
 
 from parallel_runtime.errors import Refused
 from parallel_runtime.group import waiting as waiting_module
-from parallel_runtime.group.this_machine import limits_by_worker, seconds_from
+from parallel_runtime.group.machines import limits_by_worker, seconds_from
 from parallel_runtime.group.waiting import SilenceLimits
 from parallel_runtime.wire.messages import Done, Heartbeat, Refusal
 

@@ -21,10 +21,20 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvou
 from parallel_runtime.commands.join import serve_one_group
 from parallel_runtime.engine.comm.ranks import RENDEZVOUS, register_rendezvous
 from parallel_runtime.errors import Refused, WorkerStartError
-from parallel_runtime.group import cluster
+from parallel_runtime.group import machines as machines_module
 from parallel_runtime.group import worker_group as group_module
-from parallel_runtime.group.cluster import MAX_UNPROVEN, Cluster, Gate, RemoteMachine, version_mismatches, versions
-from parallel_runtime.group.this_machine import check_endpoint, interface_of, listen, parse_endpoint
+from parallel_runtime.group.machines import (
+    MAX_UNPROVEN,
+    Cluster,
+    Gate,
+    RemoteMachine,
+    check_endpoint,
+    interface_of,
+    listen,
+    parse_endpoint,
+    version_mismatches,
+    versions,
+)
 from parallel_runtime.group.worker_group import WorkerGroup
 from parallel_runtime.specs import Placement
 from parallel_runtime.wire import channel
@@ -148,7 +158,7 @@ def test_what_fails_beside_the_gate_leaves_no_gate(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as free:
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
     monkeypatch.setenv(TOKEN, "a token of some length")
-    monkeypatch.setattr(cluster, "listen", only_the_named)
+    monkeypatch.setattr(machines_module, "listen", only_the_named)
     with pytest.raises(Refused, match="no port is left"):
         Cluster(Placement(devices=("cpu",), nnodes=2, rdzv_endpoint=endpoint), "token")
     Gate(*parse_endpoint(endpoint), KEY).close()

@@ -9,7 +9,7 @@ import pytest
 from parallel_runtime.demo import HEADS
 from parallel_runtime.errors import Refused
 from parallel_runtime.explain.plan_words import unused
-from parallel_runtime.group.this_machine import checked_plan
+from parallel_runtime.group.machines import checked_plan
 from parallel_runtime.planning.candidates import default_plan
 from parallel_runtime.planning.network_stats import NetworkStats
 from parallel_runtime.planning.request_checks import check_step_cache, degrees_in_words

@@ -1,35 +1,166 @@
-"""The other machines of a group: they connect to the Gate, are checked, and get a rank range and a rendezvous store."""
+"""The machines of a group. What this one offers: an address that others can reach (`rdzv_endpoint`, IPv4 only), the
+packages that a plan needs, limits of its environment. How others come in: they connect to the Gate, are checked, and
+get a rank range and a rendezvous store."""
 
+import array
 import contextlib
+import errno
+import fcntl
 import functools
 import hashlib
 import logging
+import math
+import os
 import queue
 import socket
+import struct
 import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 
 import torch
 from torch.distributed import TCPStore
 
-from ..errors import Cause, ProtocolError, Refused, WorkerStartError, say
+from ..accelerators import KERNELS
+from ..errors import Cause, ProtocolError, Refused, WorkerStartError, quoted, say
+from ..planning.candidates import default_plan
+from ..planning.run_plan import PlanInputs, RunPlan
 from ..request import parse_devices
-from ..specs import ComfySetup, Placement
+from ..specs import Placement
 from ..wire.channel import TcpChannel, prove, read_key
 from ..wire.messages import Denied, Ended, Invitation, Machine
-from .this_machine import addresses, interface_of, listen, parse_endpoint
 from .torchrun import GRACE_SECONDS, PACKAGE, Rendezvous
 
+SIOCGIFCONF = 0x8912
+IFREQ_BYTES = 40
+MAX_ADDRESSES = 1024
 END_REPORT_SECONDS = 1.5
 STORE_SECONDS = 600
 MAX_UNPROVEN = 16  # connections that have not proved the token yet
 PAUSE_SECONDS = 0.2  # after a failed accept, as when this process has no descriptors left
 
 log = logging.getLogger(__name__)
+_warn_once = functools.cache(log.warning)
+
+
+def split_endpoint(endpoint: str) -> tuple[str, int]:
+    """Returns the host and the port as written. Raises Refused."""
+    if not endpoint.strip():
+        raise Refused("endpoint.missing", widget="rdzv_endpoint")
+    host, _, port = endpoint.strip().rpartition(":")
+    if not host or not port.isdecimal() or len(port) > 5 or not 0 < int(port) < 65536:
+        raise Refused("endpoint.port", widget="rdzv_endpoint", endpoint=quoted(endpoint))
+    return host, int(port)
+
+
+def check_endpoint(endpoint: str) -> None:
+    """Raises Refused for an address that no interface of this machine has; a host name is resolved by the workers."""
+    host, _ = split_endpoint(endpoint)
+    try:
+        socket.inet_aton(host)
+    except (OSError, ValueError):
+        return
+    interface_of(parse_endpoint(endpoint)[0])
+
+
+def parse_endpoint(endpoint: str) -> tuple[str, int]:
+    """Returns the address and the port. Resolving a name may take seconds. Raises Refused."""
+    host, port = split_endpoint(endpoint)
+    try:
+        address = socket.gethostbyname(host)
+    except (OSError, ValueError):
+        raise Refused("endpoint.name", widget="rdzv_endpoint", host=quoted(host)) from None
+    if address == "0.0.0.0":
+        raise Refused("endpoint.every", widget="rdzv_endpoint")
+    return address, port
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """Returns a socket that listens at this address only; port 0 for any. Raises Refused."""
+    server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        server.bind((address, port))
+    except OSError as error:
+        server.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            has = sorted(addresses())
+            raise Refused("endpoint.address", widget="rdzv_endpoint", address=address, addresses=has) from None
+        reason = error.strerror
+        raise Refused("endpoint.taken", "rdzv_endpoint", address=address, port=port, error=reason) from None
+    server.listen()
+    return server
+
+
+def interface_of(address: str) -> str:
+    """Returns the network interface that has `address`. Raises Refused."""
+    if address.startswith("127."):
+        return "lo"
+    interfaces = addresses()
+    if address not in interfaces:
+        raise Refused("endpoint.interface", widget="rdzv_endpoint", address=address, addresses=sorted(interfaces))
+    return interfaces[address]
+
+
+def addresses() -> dict[str, str]:
+    """Returns the network interface of each address of this machine; an interface may have several."""
+    found = array.array("B", bytes(MAX_ADDRESSES * IFREQ_BYTES))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        answer = fcntl.ioctl(sock, SIOCGIFCONF, struct.pack("iP", len(found), found.buffer_info()[0]))
+    size = struct.unpack("iP", answer)[0]
+    entries = (found[start : start + IFREQ_BYTES].tobytes() for start in range(0, size, IFREQ_BYTES))
+    return {socket.inet_ntoa(entry[20:24]): entry[:16].split(b"\0")[0].decode() for entry in entries}
+
+
+def checked_plan(inputs: PlanInputs) -> RunPlan:
+    """Returns the plan as far as it needs no sizes. Raises Refused where it cannot run here: other machines could not
+    reach this one, the shared token is missing, or a package is."""
+    request = inputs.request
+    if request.nnodes > 1:
+        check_endpoint(request.rdzv_endpoint)
+        read_key()
+    plan = default_plan(inputs)
+    kernel = KERNELS.get(request.options.attention_backend)
+    if kernel and not kernel.installed:
+        fix, package = {"attention_backend": "auto"}, kernel.package
+        raise Refused("backend.package", "attention_backend", fix, backend=kernel.name, package=package)
+    return plan
+
+
+def seconds_from(variable: str, default: float) -> float:
+    """Returns a limit of the environment, or with a warning the default; 0 is allowed where it is the default."""
+    text = os.environ.get(variable, "").strip()
+    if not text:
+        return default
+    number = _number(text)
+    if number is not None and (number or not default):
+        return number
+    log.warning("[CP] %s=%r is not a valid number of seconds; using %g", variable, text, default)
+    return default
+
+
+def limits_by_worker(variable: str, unit: str, workers: int) -> tuple[float, ...]:
+    """Returns one limit a worker, infinite for 0, from an environment variable; the least for all where there are not
+    as many numbers as workers. () without limits, or with a warning for an invalid number."""
+    text = os.environ.get(variable, "").strip()
+    numbers = [_number(one) for one in text.split(",")] if text else []
+    if None in numbers:
+        _warn_once("[CP] %s=%r is not a %s; it is ignored", variable, text, unit)  # it is read several times a run
+        return ()
+    known = [number or math.inf for number in numbers]
+    each = known if len(known) == workers else [min(known, default=math.inf)] * workers
+    return tuple(each) if min(each) < math.inf else ()
+
+
+def _number(text: str) -> float | None:
+    """Returns a finite number of at least 0, or None."""
+    with contextlib.suppress(ValueError):
+        number = float(text)
+        if math.isfinite(number) and number >= 0:
+            return number
+    return None
 
 
 class RemoteMachine:
@@ -40,13 +171,7 @@ class RemoteMachine:
         self.devices = devices
         self.control = control
         self._ended: Ended | None = None
-        self._comfyui = comfyui
-
-    def comfy(self, setup: ComfySetup | None) -> ComfySetup | None:
-        """Returns the setup with the folder of ComfyUI on that machine."""
-        if setup is None or not self._comfyui:
-            return setup
-        return replace(setup, root=self._comfyui, folder=self._comfyui)
+        self.comfyui = comfyui  # its folder there, "" for the same as here
 
     def running(self) -> bool:
         return self._ended is None and not self.control.waiting()
@@ -73,10 +198,12 @@ class Cluster:
 
     def __init__(self, placement: Placement, group_token: str) -> None:
         self._placement = placement
+        # what the other machines run
+        self._command = f"python -m parallel_runtime join {placement.rdzv_endpoint} --token-file FILE"
         key = read_key()
         self._group_token = group_token
         self._address, port = parse_endpoint(placement.rdzv_endpoint)
-        self._interface = interface_of(self._address)
+        interface = interface_of(self._address)
         self.machines: list[RemoteMachine] = []
         # The store's socket is bound here, so that its port is known before a machine is invited.
         meeting = listen(self._address, 0)
@@ -85,12 +212,9 @@ class Cluster:
         self._store: TCPStore | None = TCPStore(
             self._address, self._store_port, None, True, timeout, False, master_listen_fd=meeting.detach()
         )
-        self.gate = Gate(self._address, port, key)  # last: the store exists, and nothing can fail any more
-
-    @property
-    def meeting(self) -> Rendezvous:
         store = f"{self._address}:{self._store_port}"
-        return Rendezvous(store=store, machines=self._placement.nnodes, interface=self._interface)
+        self.meeting = Rendezvous(store=store, machines=placement.nnodes, interface=interface)
+        self.gate = Gate(self._address, port, key)  # last: the store exists, and nothing can fail any more
 
     def wait_for_machines(self, deadline: float, watch: Callable[[], None]) -> None:
         """Waits until every machine has joined, and calls `watch`, which may raise. Raises WorkerStartError."""
@@ -120,11 +244,6 @@ class Cluster:
             with contextlib.suppress(OSError):  # a machine that left meanwhile is named by the check of the start
                 machine.control.send(invitation)
 
-    @property
-    def _command(self) -> str:
-        """The command for the other machines."""
-        return f"python -m parallel_runtime join {self._placement.rdzv_endpoint} --token-file FILE"
-
     def close(self) -> None:
         for machine in self.machines:
             machine.control.close()
@@ -139,7 +258,13 @@ class Cluster:
             return
         name = channel.addresses[1]
         try:
-            devices = self._devices(offer)
+            if pairs := version_mismatches(offer.versions):
+                other, own = zip(*pairs, strict=True)
+                raise Refused("machine.versions", theirs=list(other), ours=list(own))
+            local = self._placement.devices
+            devices = parse_devices(offer.devices or ",".join(local), offer.gpus)
+            if len(devices) != len(local) or (devices[0] == "cpu") != (local[0] == "cpu"):
+                raise Refused("machine.devices", devices=", ".join(devices), ours=", ".join(local))
         except Refused as refused:
             with contextlib.suppress(OSError):
                 channel.send(Denied(str(refused)))
@@ -147,17 +272,6 @@ class Cluster:
             raise WorkerStartError(say("start.machine", machine=name, reason=refused.sentence)) from None
         log.info("[CP] %s has joined with %s", name, ", ".join(devices))
         self.machines.append(RemoteMachine(channel, devices, offer.comfyui))
-
-    def _devices(self, offer: Machine) -> tuple[str, ...]:
-        """Returns the devices of that machine, one a rank. Raises Refused for one that does not match the group."""
-        if pairs := version_mismatches(offer.versions):
-            other, local = zip(*pairs, strict=True)
-            raise Refused("machine.versions", theirs=list(other), ours=list(local))
-        local = self._placement.devices
-        devices = parse_devices(offer.devices or ",".join(local), offer.gpus)
-        if len(devices) != len(local) or (devices[0] == "cpu") != (local[0] == "cpu"):
-            raise Refused("machine.devices", devices=", ".join(devices), ours=", ".join(local))
-        return devices
 
 
 class Gate:
