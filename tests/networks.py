@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parallel_runtime.architectures import architecture_of
-from parallel_runtime.commands.report_measuring import randomized
+from parallel_runtime.commands.report import randomized
 from parallel_runtime.engine.comm.mesh import ContextMesh, build_mesh
 from parallel_runtime.specs import ComfySetup, ModelSpec, Parallelism
 from parallel_runtime.worker.comfy_loop import import_comfyui

@@ -1,45 +1,77 @@
 """Reports what a machine can do, as Markdown and JSON to paste into an issue, and what a workflow consists of.
-Downloads nothing."""
+
+Seconds a step, and how far apart the results are: ComfyUI's FLUX with random weights, sampled by the product's own
+workers on 1, 2, 4, ... devices, as CP Plan's Measure does with the user's model. Its blocks have their published width,
+but are few, so that a temporary file has room for them. Downloads nothing.
+
+`compare` is CP Compare without the page: a ComfyUI of its own, on a free port, takes one step of each sampler of a
+workflow natively and on the workers. A ComfyUI that runs beside it, its queue and its files are not touched."""
 
 import argparse
 import json
 import logging
 import os
 import platform
+import signal
+import socket
+import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from ..accelerators import version_of
-from ..errors import Refused
-from ..specs import ComfySetup
+from ..errors import ParallelError, Refused
+from ..group.worker_group import WorkerGroup
+from ..jobs import EvaluationJob
+from ..loading.fingerprint import stat_file
+from ..specs import ComfySetup, ModelSpec, Parallelism, Placement
 from ..worker.comfy_loop import import_comfyui
-from . import ROOT, find_comfyui, log_to, report_measuring
+from . import ROOT, find_comfyui, log_to
+from .saved_graph import ClassOf, calls_of, summary
 
 log = logging.getLogger(__name__)
 
-Json = dict[str, Any]
-ClassOf = Callable[[str], str]  # the class of the network in the file of this name, "" where there is none
-NO_COMFYUI = {"what": "not run", "note": "no ComfyUI here; --comfyui names its folder"}
-CHOICES = {  # widgets whose values are words of ComfyUI's or ours
-    "sampler_name", "scheduler", "type", "weight_dtype", "device", "upscale_method", "crop", "method", "mode",
-    "add_noise", "return_with_leftover_noise", "noise_mode", "resize_type", "scale_method", "dtype", "compile",
-    "rotate_method", "attention_backend", "weights", "cuda_graphs", "shares", "after_sampling", "model_type",
-}  # fmt: skip
-PUNCTUATION, LONGEST = "_.+:-", 40  # of a choice
-FILES = {
-    ".safetensors", ".sft", ".ckpt", ".pt", ".pth", ".bin", ".gguf", ".png", ".jpg", ".jpeg", ".webp", ".mp4", ".webm",
-    ".wav", ".mp3", ".flac",
-}  # fmt: skip
-AFTER_A_SEED = ("fixed", "randomize", "increment", "decrement")
-CONTAINS = (
-    "It contains the nodes, their links, numbers and choices, versions, and the classes of networks: no texts, no "
-    "titles, no notes, no names of files."
-)
+Measurement = dict[str, Any]  # by the names of COLUMNS, and "failed": why there is no more to tell
+NAME, ENDINGS = "report", (".jsonl", ".md")
+NODE = "CPCompare"  # the node's class, and its name in the prompt
+START_SECONDS = 600.0  # packs may be many
+ANSWER_SECONDS = 300.0  # it may be busy
+STOP_SECONDS = 20.0
+LOG_CHARACTERS = 2000
+WARM_UP, STEPS = 4, 5  # the first ones load, and are recorded as CUDA graphs
+CONFIG: dict[str, Any] = dict(
+    image_model="flux", in_channels=16, out_channels=16, vec_in_dim=768, context_in_dim=4096, hidden_size=3072,
+    mlp_ratio=4.0, num_heads=24, depth=2, depth_single_blocks=4, axes_dim=[16, 56, 56], theta=10000, patch_size=2,
+    qkv_bias=True, guidance_embed=True, txt_ids_dims=[],
+)  # fmt: skip
+TINY = CONFIG | dict(vec_in_dim=64, context_in_dim=128, hidden_size=256, num_heads=2, depth_single_blocks=2)
+COLUMNS = {  # of all parts, in their order: a value; its title, "" for its name; the value on a line, without titles
+    "what": ("{}", "", "{}"),
+    "dtype": ("{}", "", "{}"),
+    "weights": ("{}", "", "{}"),
+    "workers": ("{}", "", "workers: {}"),
+    "degrees": ("{}", "", "{}"),
+    "mode": ("{}", "", "{}"),
+    "error": ("{:.1e}", "", "error {}"),
+    "seconds": ("{:.2f} s", "time", "{}"),
+    "ms": ("{:.3g} ms", "time", "{}"),
+    "host_ms": ("{:.3g} ms", "of the host", "{} of the host"),
+    "faster": ("{:.2f} x", "as fast as the first", "{} as fast as the first"),
+    "gib": ("{:.2f} GiB", "memory", "{}"),
+    "graph_gib": ("{:.2f} GiB", "of a graph", "{} of a graph"),
+    "links": ("{:.1f} GB/s", "between workers", "{} between workers"),
+    "note": ("{}", "", "{}"),
+}
 
 
 def main(options: argparse.Namespace) -> int:
@@ -48,27 +80,24 @@ def main(options: argparse.Namespace) -> int:
         comfyui = find_comfyui(options.comfyui)
         if options.compare:
             flags = ["--cpu"] * (options.devices == "cpu") + options.arguments
-            return report_measuring.compare(_read(options.compare), comfyui, flags)
+            return compare(_read(options.compare), comfyui, flags)
         return _summarise_workflow(options, comfyui) if options.workflow else _measure(options, comfyui)
-    except KeyboardInterrupt:
-        log.info("stopped")
-        return 1
-    except Refused as refused:
-        log.info("%s", refused)
+    except (KeyboardInterrupt, Refused) as error:
+        log.info("%s", str(error) or "stopped")
         return 1
 
 
 def _summarise_workflow(options: argparse.Namespace, comfyui: str) -> int:
-    out, hardware = options.out, machine(comfyui)
-    workflow = summary(_read(options.workflow), _classes(comfyui))
-    versions = {name: hardware[name] for name in ("python", "torch", "cuda", "devices", "comfyui")}
+    out, workflow, facts = options.out, summary(_read(options.workflow), _classes(comfyui)), machine(comfyui)
+    versions = {name: facts[name] for name in ("python", "torch", "cuda", "devices", "comfyui")}
     versions |= {name: version_of(name) for name in ("comfyui-frontend-package", "comfyui-workflow-templates")}
     path = (out / "workflow" if out.is_dir() else out).with_suffix(".workflow.json")
     try:
         path.write_text(json.dumps({"versions": versions, "workflow": workflow}, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise Refused("report.unwritten", error=str(error)) from None
-    log.info("written: %s. %s", path, CONTAINS)
+    contains = "the nodes, their links, numbers and choices, versions, and the classes of networks"
+    log.info("written: %s. It contains %s: no texts, no titles, no notes, no names of files.", path, contains)
     return 0
 
 
@@ -77,13 +106,14 @@ def _measure(options: argparse.Namespace, comfyui: str) -> int:
     if options.devices == "cuda" and not gpus:
         log.info("torch sees no CUDA device here; --devices cpu tries the report itself, with a tiny network")
         return 1
-    placements = report_measuring.placements(options.world, gpus)
-    page = report_measuring.Page(options.out, machine(comfyui))
+    divided = placements(options.world, gpus)
+    page = Page(options.out, machine(comfyui))
     page.section("FLUX with random weights on the workers")
     try:
-        for row in report_measuring.measurements(comfyui, placements) if comfyui else [NO_COMFYUI]:
+        no_comfyui = {"what": "not run", "note": "no ComfyUI here; --comfyui names its folder"}
+        for row in measurements(comfyui, divided) if comfyui else [no_comfyui]:
             page.add(row)
-            log.info("%s", report_measuring.in_a_line(row))
+            log.info("%s", in_a_line(row))
     except KeyboardInterrupt:
         log.info("stopped; results so far are in %s.md and .jsonl", page.out)
         return 1
@@ -133,85 +163,6 @@ def _read(file: Path) -> Any:
         raise Refused("report.unreadable", file=str(file), error=str(error)) from None
 
 
-def summary(workflow: Any, class_of: ClassOf) -> Json:
-    """Returns the workflow, of either form, without what is private, for a bug report: its nodes, links, numbers,
-    choices and versions, and the classes of its networks. Raises Refused for anything that is no workflow."""
-    if isinstance(workflow, dict) and isinstance(workflow.get("nodes"), list):
-        return _graph(workflow, class_of)
-    calls = workflow.get("prompt", workflow) if isinstance(workflow, dict) else {}
-    calls = calls if isinstance(calls, dict) else {}
-    named = (isinstance(call, dict) and isinstance(call.get("class_type"), str) for call in calls.values())
-    if not calls or not all(named):
-        raise Refused("report.no_workflow", kind=type(workflow).__name__)
-    inputs = {name: _value("", call.get("inputs") or {}, class_of) for name, call in calls.items()}
-    return {name: {"class_type": call["class_type"], "inputs": inputs[name]} for name, call in calls.items()}
-
-
-def _graph(graph: Mapping[str, Any], class_of: ClassOf) -> Json:
-    kept = _only(graph, ("version", "last_node_id", "last_link_id", "state")) | {"links": graph.get("links") or []}
-    kept["nodes"] = [_node(node, class_of) for node in graph["nodes"] if isinstance(node, dict)]
-    for side in ("inputNode", "outputNode"):
-        if isinstance(graph.get(side), dict):
-            kept[side] = _only(graph[side], ("id", "bounding"))
-    if "inputs" in graph:  # a subgraph, whose sockets its links name by their place
-        kept |= _only(graph, ("id",)) | {"name": "subgraph"}
-        for side in ("inputs", "outputs"):
-            kept[side] = [_only(socket, ("id", "name", "type", "linkIds")) for socket in graph.get(side) or []]
-    if inner := (graph.get("definitions") or {}).get("subgraphs"):
-        kept["definitions"] = {"subgraphs": [_graph(subgraph, class_of) for subgraph in inner]}
-    return kept
-
-
-def _only(source: Mapping[str, Any], keys: Iterable[str]) -> Json:
-    return {key: source[key] for key in keys if key in source}
-
-
-def _node(node: Mapping[str, Any], class_of: ClassOf) -> Json:
-    kept = _only(node, ("id", "type", "mode"))
-    kept |= {"pos": [0, 0], "size": [200, 100], "flags": {}, "order": node.get("order", 0)}
-    versions = _only(node.get("properties") or {}, ("cnr_id", "ver"))
-    kept["properties"] = {key: version for key, version in versions.items() if isinstance(version, str)}
-    values, names = node.get("widgets_values"), list[str]()
-    for side in ("inputs", "outputs"):
-        kept[side] = []
-        for socket in node.get(side) or []:
-            kept[side].append(_only(socket, ("name", "type", "link", "links", "shape")))
-            if not isinstance(socket.get("widget"), dict):
-                continue
-            name = socket["widget"].get("name")
-            kept[side][-1]["widget"] = {"name": name}
-            if side == "inputs":
-                names.append(str(name))
-                # The mode that the page adds behind a seed has no socket.
-                behind = values[len(names)] if isinstance(values, list) and len(names) < len(values) else None
-                if name in ("seed", "noise_seed") and behind in AFTER_A_SEED:
-                    names.append("mode")
-    if isinstance(values, dict):
-        kept["widgets_values"] = _value("", values, class_of)
-    elif isinstance(values, list):
-        names += [""] * len(values)
-        kept["widgets_values"] = [_value(name, value, class_of) for name, value in zip(names, values, strict=False)]
-    return kept
-
-
-def _value(name: str, value: Any, class_of: ClassOf) -> Any:
-    """Returns a number, a choice or a link unchanged, of a file the class of its network, of a text its length."""
-    if isinstance(value, list):
-        is_link = len(value) == 2 and isinstance(value[1], int) and not isinstance(value[0], list)
-        return value if is_link else [_value(name, one, class_of) for one in value]
-    if isinstance(value, dict):
-        return {key: _value(key, one, class_of) for key, one in value.items()}
-    if not isinstance(value, str):
-        return value
-    ending = os.path.splitext(value)[1].lower()
-    if ending in FILES:
-        return f"{class_of(value) or 'file'}{ending}"
-    is_word = len(value) <= LONGEST and all(letter.isalnum() or letter in PUNCTUATION for letter in value)
-    if not value or (is_word and name.rpartition(".")[2] in CHOICES):
-        return value
-    return f"text of {len(value)} characters"
-
-
 def _classes(comfyui: str) -> ClassOf:
     """Returns what names the class of a network in a file, by ComfyUI's own detection."""
     if not comfyui:
@@ -234,3 +185,216 @@ def _classes(comfyui: str) -> ClassOf:
         return ""
 
     return class_of
+
+
+class Page:
+    """The two files of a report, by their path without endings or their folder. Raises Refused if unwritable."""
+
+    def __init__(self, out: Path, machine: dict[str, Any]) -> None:
+        self.out = out / NAME if out.is_dir() else out.with_suffix("") if out.suffix in ENDINGS else out
+        self._lines, self._text = (self.out.with_name(self.out.name + ending) for ending in ENDINGS)
+        self._machine = machine
+        self._sections: list[tuple[str, list[Measurement]]] = []
+        try:
+            self._lines.write_text(json.dumps({"machine": machine}) + "\n")
+            self._write()
+        except OSError as error:
+            raise Refused("report.unwritten", error=str(error)) from None
+
+    def section(self, title: str) -> None:
+        self._sections.append((title, []))
+
+    def add(self, measurement: Measurement) -> None:
+        title, measurements = self._sections[-1]
+        measurements.append(measurement)
+        with self._lines.open("a") as file:
+            file.write(json.dumps({"section": title, **measurement}) + "\n")
+        self._write()
+
+    def _write(self) -> None:
+        lines = ["## Machine", *(f"- {name}: {value}" for name, value in self._machine.items() if name != "topology")]
+        if self._machine.get("topology"):
+            lines += ["", "```", self._machine["topology"], "```"]
+        for title, measurements in self._sections:
+            rows = [_cells(measurement) for measurement in measurements]
+            names = [name for name in COLUMNS if any(name in row for row in rows)]
+            table = [[COLUMNS[name][1] or name for name in names], ["---"] * len(names)]
+            table += [[row.get(name, "") for name in names] for row in rows]
+            lines += ["", f"## {title}", "", *(f"| {' | '.join(row)} |" for row in table)]
+        self._text.write_text("\n".join(lines) + "\n")
+
+
+def in_a_line(measurement: Measurement) -> str:
+    """Returns the measurement as a line of the terminal."""
+    return ", ".join(COLUMNS[name][2].format(cell) for name, cell in _cells(measurement).items())
+
+
+def _cells(measurement: Measurement) -> dict[str, str]:
+    """Returns what is written in each column that is not empty."""
+    if "failed" in measurement:
+        measurement = measurement | {"note": f"FAILED: {measurement['failed']}"}
+    filled = {name: value for name in COLUMNS if (value := measurement.get(name)) not in (None, "")}
+    return {name: COLUMNS[name][0].format(value).replace("|", "/") for name, value in filled.items()}
+
+
+def placements(worlds: Sequence[int], gpus: int) -> list[Placement]:
+    """Returns the devices of as many workers as each number of `worlds`; without `gpus` on the CPU. One GPU is also
+    tried by two workers, for their error. Raises Refused where all numbers are larger than that of the GPUs."""
+    if not gpus:
+        return [Placement(devices=("cpu",) * world) for world in worlds]
+    found = [Placement(devices=tuple(f"cuda:{n}" for n in range(world))) for world in worlds if world <= gpus]
+    if gpus == 1 and 2 in worlds:
+        found.append(Placement(devices=("cuda:0", "cuda:0")))
+    if not found:
+        raise Refused("report.world", world=min(worlds), gpus=gpus)
+    return found
+
+
+def measurements(comfyui: str, placements: Sequence[Placement]) -> Iterator[Measurement]:
+    """Yields a row for each start of a group and each division over its workers. An error is a row, too."""
+    on_cpu = placements[0].device_kind == "cpu"
+    flags = ("--cpu", "--use-pytorch-cross-attention") if on_cpu else ()
+    setup = ComfySetup(root=comfyui, flags=flags, folder=os.getcwd())
+    import_comfyui(setup, torch.device("cpu"))
+    with TemporaryDirectory() as folder:
+        spec, job = _flux(Path(folder, "flux.safetensors"), tiny=on_cpu)
+        exact: Tensor | None = None
+        for placement in placements:
+            workers, started = placement.world_size, time.monotonic()
+            note = {"note": "on one device: only the error counts"} if placement.shared and not on_cpu else {}
+            labels: Measurement = {"workers": workers} | note
+            try:
+                with WorkerGroup(placement, setup) as group:
+                    row = labels | {"what": "start of the workers", "seconds": time.monotonic() - started}
+                    speed = group.profile.bytes_per_second / 1e9
+                    yield row | ({"links": speed} if speed else {})
+                    both = {(2, workers // 2)} if workers % 4 == 0 else set()
+                    for ring, ulysses in sorted({(workers, 1), (1, workers)} | both):
+                        degrees = Parallelism(ring_degree=ring, ulysses_degree=ulysses)
+                        results = [group.run(spec, degrees, job) for _ in range(WARM_UP + STEPS)]
+                        out = results[-1].value["out"].clone()
+                        exact = out if exact is None else exact
+                        row = labels | {"what": "a step", "degrees": f"ring {ring} x Ulysses {ulysses}"}
+                        row["seconds"] = statistics.median(result.seconds for result in results[WARM_UP:])
+                        row["error"] = mean_error(out, exact)
+                        if group.readings:
+                            row["gib"] = max(reading.used_bytes for reading in group.readings) / 2**30
+                        yield row
+            except ParallelError as error:
+                yield labels | {"what": "the rest of these workers", "failed": str(error)}
+
+
+def _flux(path: Path, *, tiny: bool) -> tuple[ModelSpec, EvaluationJob]:
+    """Writes the network to a file, and returns what workers load and evaluate."""
+    import comfy.ldm.flux.model
+    import comfy.ops
+    import comfy.utils
+
+    from ..loading.object_codec import Describer
+
+    config, dtype = (TINY, torch.float32) if tiny else (CONFIG, torch.bfloat16)
+    torch.manual_seed(0)
+    network = comfy.ldm.flux.model.Flux(**config, dtype=dtype, device="cpu", operations=comfy.ops.disable_weight_init)
+    comfy.utils.save_torch_file(randomized(network).state_dict(), str(path))
+    rows, text = (9, 7) if tiny else (128, 512)
+    arguments = {
+        "x": torch.randn(1, 16, rows, rows, dtype=dtype),
+        "timestep": torch.full((1,), 0.5, dtype=dtype),
+        "context": torch.randn(1, text, config["context_in_dim"], dtype=dtype),
+        "y": torch.randn(1, config["vec_in_dim"], dtype=dtype),
+        "guidance": torch.full((1,), 3.5, dtype=dtype),
+    }
+    name = str(dtype).removeprefix("torch.")
+    spec = ModelSpec(
+        loader="comfy.sd:load_diffusion_model", arguments=json.dumps([str(path), {"dtype": {"torch.dtype": name}}]),
+        files=(stat_file(str(path)),), weight_dtype=name,
+    )  # fmt: skip
+    options = Describer().described({})
+    return spec, EvaluationJob(
+        call_arguments=arguments, options=options, cond_arguments={}, weight_patches=None, batch_coupled=False
+    )
+
+
+def randomized(network: nn.Module) -> nn.Module:
+    """Returns the network with random weights that keep numbers about as large as they are."""
+    for name, parameter in network.named_parameters():
+        deviation = max(parameter[0].numel() if parameter.ndim > 1 else 100, 1) ** -0.5
+        around = 1.0 if parameter.ndim < 2 and name.endswith(("weight", "scale")) else 0.0
+        value = torch.randn(parameter.shape, device=parameter.device) * deviation + around
+        parameter.data = value.to(parameter.dtype)
+    return network.eval().requires_grad_(False)
+
+
+def mean_error(out: Tensor, exact: Tensor) -> float:
+    """Returns the mean difference, in standard deviations of the exact result; NaN where one is."""
+    return float((out.double() - exact.double()).abs().mean() / exact.double().std()) if out.numel() else 0.0
+
+
+def compare(workflow: Any, comfyui: str, arguments: Sequence[str]) -> int:
+    """Prints how far apart each sampler's step is; returns 0 if all are equal. `arguments` are ComfyUI's own. Raises
+    Refused, for example for a workflow that was not exported for the API, or that nothing samples on workers."""
+    prompt = calls_of(workflow)
+    if not comfyui:
+        raise Refused("report.no_comfyui")
+    with TemporaryDirectory(prefix="cp-") as folder, _comfyui(comfyui, Path(folder), arguments) as ask:
+        if NODE not in ask("/object_info"):
+            raise Refused("report.no_pack")
+        log.info("one step of each sampler, on the workers and in ComfyUI's process")
+        body = {"prompt": {**prompt, NODE: {"class_type": NODE, "inputs": {}}}, "partial_execution_targets": [NODE]}
+        number = ask("/prompt", body)["prompt_id"]
+        while not (history := ask(f"/history/{number}")):
+            time.sleep(0.5)
+    run = history[number]
+    for kind, message in run["status"]["messages"]:
+        if kind == "execution_error":
+            node = f"{message['node_type']} ({message['node_id']})"
+            raise Refused("report.node_failed", node=node, error=message["exception_message"].strip())
+    shown = next(one for one in run["outputs"].values() if "cp_compare" in one)
+    for text in shown["text"]:
+        log.info("%s", text)
+    (table,) = shown["cp_compare"]
+    return int(bool(table["troubles"]) or not table["rows"])
+
+
+@contextmanager
+def _comfyui(root: str, folder: Path, arguments: Sequence[str]) -> Iterator[Callable[..., Any]]:
+    """Starts a ComfyUI, whose temporary files are in `folder`, and ends it. Yields what asks a path of it, with a body
+    or without one, and raises Refused where ComfyUI has ended or refuses."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    command = [sys.executable, "main.py", "--port", str(port), "--disable-auto-launch", "--temp-directory", str(folder)]
+    command += ["--output-directory", str(folder), "--database-url", "sqlite:///:memory:", *arguments]
+    output = folder / "comfyui.log"
+    log.info("starting ComfyUI in %s", root)
+    with output.open("wb") as file:
+        process = subprocess.Popen(command, cwd=root, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+
+    def ask(path: str, body: dict[str, Any] | None = None) -> Any:
+        if process.poll() is not None:
+            text = output.read_text(encoding="utf-8", errors="replace")[-LOG_CHARACTERS:]
+            raise Refused("report.comfyui_ended", code=process.returncode, log=text)
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as refused:
+            raise Refused("report.prompt", answer=refused.read().decode(errors="replace")) from None
+
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            with suppress(OSError):  # it does not listen yet
+                ask("/queue")
+                break
+            if time.monotonic() > deadline:
+                raise Refused("report.comfyui_silent", seconds=f"{START_SECONDS:.0f}")
+            time.sleep(0.2)
+        yield ask
+    finally:
+        process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_SECONDS)
+        process.kill()  # which does nothing to one that has ended
+        process.wait()

@@ -1,15 +1,31 @@
-"""The graphs of nodes and links in a saved workflow, of any form and with odd parts: reads and changes their links.
-Knows no class of node."""
+"""The graphs of nodes and links in a saved workflow, of any form and with odd parts: reads and changes their links, and
+leaves out what is private. Knows no class of node."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from ..errors import Refused
 
 SUBGRAPH_INPUT = -10  # in place of a node's id
 LINK = ("id", "origin_id", "origin_slot", "target_id", "target_slot", "type")  # in a link that is a list
 GAP = 70  # pixels: a title and a row of badges
 
+CHOICES = {  # widgets whose values are words of ComfyUI's or ours
+    "sampler_name", "scheduler", "type", "weight_dtype", "device", "upscale_method", "crop", "method", "mode",
+    "add_noise", "return_with_leftover_noise", "noise_mode", "resize_type", "scale_method", "dtype", "compile",
+    "rotate_method", "attention_backend", "weights", "cuda_graphs", "shares", "after_sampling", "model_type",
+}  # fmt: skip
+PUNCTUATION, LONGEST = "_.+:-", 40  # of a choice
+FILES = {
+    ".safetensors", ".sft", ".ckpt", ".pt", ".pth", ".bin", ".gguf", ".png", ".jpg", ".jpeg", ".webp", ".mp4", ".webm",
+    ".wav", ".mp3", ".flac",
+}  # fmt: skip
+AFTER_A_SEED = ("fixed", "randomize", "increment", "decrement")
+
 Json = dict[str, Any]
+ClassOf = Callable[[str], str]  # the class of the network in the file of this name, "" where there is none
 
 
 @dataclass(frozen=True)
@@ -165,3 +181,91 @@ def free_place(nodes: list[Json], above: Json, size: tuple[int, int]) -> list[fl
 def _pair(value: Any) -> tuple[float, float]:
     parts = [*value.values()] if isinstance(value, dict) else as_list(value)
     return (parts[0], parts[1]) if len(parts) > 1 and all(isinstance(one, int | float) for one in parts[:2]) else (0, 0)
+
+
+def summary(workflow: Any, class_of: ClassOf) -> Json:
+    """Returns the workflow, of either form, without what is private, for a bug report: its nodes, links, numbers,
+    choices and versions, and the classes of its networks. Raises Refused for anything that is no workflow."""
+    if isinstance(workflow, dict) and isinstance(workflow.get("nodes"), list):
+        return _graph(workflow, class_of)
+    kept = {}
+    for name, call in calls_of(workflow).items():
+        inputs = _value("", call.get("inputs") or {}, class_of)
+        kept[name] = {"class_type": call["class_type"], "inputs": inputs}
+    return kept
+
+
+def calls_of(workflow: Any) -> Json:
+    """Returns the nodes of a workflow that was exported for the API, or of a request to /prompt. Raises Refused."""
+    calls: Any = workflow.get("prompt", workflow) if isinstance(workflow, dict) else None
+    if isinstance(calls, dict) and isinstance(calls.get("nodes"), list):
+        raise Refused("report.not_exported")
+    values = [*calls.values()] if isinstance(calls, dict) else []
+    if not values or not all(isinstance(call, dict) and isinstance(call.get("class_type"), str) for call in values):
+        raise Refused("report.no_workflow", kind=type(workflow).__name__)
+    return calls
+
+
+def _graph(graph: Mapping[str, Any], class_of: ClassOf) -> Json:
+    kept = _only(graph, ("version", "last_node_id", "last_link_id", "state")) | {"links": graph.get("links") or []}
+    kept["nodes"] = [_node(node, class_of) for node in graph["nodes"] if isinstance(node, dict)]
+    for side in ("inputNode", "outputNode"):
+        if isinstance(graph.get(side), dict):
+            kept[side] = _only(graph[side], ("id", "bounding"))
+    if "inputs" in graph:  # a subgraph, whose sockets its links name by their place
+        kept |= _only(graph, ("id",)) | {"name": "subgraph"}
+        for side in ("inputs", "outputs"):
+            kept[side] = [_only(socket, ("id", "name", "type", "linkIds")) for socket in graph.get(side) or []]
+    if inner := (graph.get("definitions") or {}).get("subgraphs"):
+        kept["definitions"] = {"subgraphs": [_graph(subgraph, class_of) for subgraph in inner]}
+    return kept
+
+
+def _only(source: Mapping[str, Any], keys: Iterable[str]) -> Json:
+    return {key: source[key] for key in keys if key in source}
+
+
+def _node(node: Mapping[str, Any], class_of: ClassOf) -> Json:
+    kept = _only(node, ("id", "type", "mode"))
+    kept |= {"pos": [0, 0], "size": [200, 100], "flags": {}, "order": node.get("order", 0)}
+    versions = _only(node.get("properties") or {}, ("cnr_id", "ver"))
+    kept["properties"] = {key: version for key, version in versions.items() if isinstance(version, str)}
+    values, names = node.get("widgets_values"), list[str]()
+    for side in ("inputs", "outputs"):
+        kept[side] = []
+        for socket in node.get(side) or []:
+            kept[side].append(_only(socket, ("name", "type", "link", "links", "shape")))
+            if not isinstance(socket.get("widget"), dict):
+                continue
+            name = socket["widget"].get("name")
+            kept[side][-1]["widget"] = {"name": name}
+            if side == "inputs":
+                names.append(str(name))
+                # The mode that the page adds behind a seed has no socket.
+                behind = values[len(names)] if isinstance(values, list) and len(names) < len(values) else None
+                if name in ("seed", "noise_seed") and behind in AFTER_A_SEED:
+                    names.append("mode")
+    if isinstance(values, dict):
+        kept["widgets_values"] = _value("", values, class_of)
+    elif isinstance(values, list):
+        names += [""] * len(values)
+        kept["widgets_values"] = [_value(name, value, class_of) for name, value in zip(names, values, strict=False)]
+    return kept
+
+
+def _value(name: str, value: Any, class_of: ClassOf) -> Any:
+    """Returns a number, a choice or a link unchanged, of a file the class of its network, of a text its length."""
+    if isinstance(value, list):
+        is_link = len(value) == 2 and isinstance(value[1], int) and not isinstance(value[0], list)
+        return value if is_link else [_value(name, one, class_of) for one in value]
+    if isinstance(value, dict):
+        return {key: _value(key, one, class_of) for key, one in value.items()}
+    if not isinstance(value, str):
+        return value
+    ending = os.path.splitext(value)[1].lower()
+    if ending in FILES:
+        return f"{class_of(value) or 'file'}{ending}"
+    is_word = len(value) <= LONGEST and all(letter.isalnum() or letter in PUNCTUATION for letter in value)
+    if not value or (is_word and name.rpartition(".")[2] in CHOICES):
+        return value
+    return f"text of {len(value)} characters"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from parallel_runtime.commands import COMMANDS, report
-from parallel_runtime.commands.report_measuring import in_a_line, placements
+from parallel_runtime.commands.report import in_a_line, placements
 from parallel_runtime.errors import Refused
 
 from ..comfyui.comfy import OUR_ROOT, find_comfy, why_there_is_none

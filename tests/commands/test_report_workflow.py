@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from parallel_runtime.commands.report import summary
+from parallel_runtime.commands.saved_graph import summary
 from parallel_runtime.errors import Refused
 
+from ..comfyui.comfy import OUR_ROOT, find_comfy, why_there_is_none
 from .test_report import main
 
 SECRET = "a portrait of my neighbour"
@@ -78,6 +80,18 @@ def test_the_command_writes_it_and_says_what_it_contains(tmp_path: Path, capsys:
     report = json.loads((tmp_path / "issue.workflow.json").read_text())
     assert report["workflow"]["nodes"]
     assert report["versions"]["torch"]
+
+
+def test_what_comfyui_tells_of_its_start_is_left_out(tmp_path: Path) -> None:
+    """Its own detection names the classes of networks."""
+    if (comfy := find_comfy()) is None:
+        pytest.skip(why_there_is_none())
+    (tmp_path / "mine.json").write_text(json.dumps(canvas()))
+    line = [comfy.python, "-m", "parallel_runtime", "report", "--workflow", tmp_path / "mine.json"]
+    line += ["--comfyui", comfy.root, "--out", tmp_path / "issue"]
+    done = subprocess.run(line, cwd=OUR_ROOT, capture_output=True, text=True, timeout=300, check=True)
+    (said,) = done.stdout.splitlines()
+    assert said.startswith(f"written: {tmp_path / 'issue'}.workflow.json. ")
 
 
 @pytest.mark.parametrize("text", ["{", None], ids=["no JSON", "no file"])

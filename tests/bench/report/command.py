@@ -19,8 +19,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from parallel_runtime.commands import add_comfyui, count, find_comfyui
-from parallel_runtime.commands.report import machine
-from parallel_runtime.commands.report_measuring import Measurement, Page, in_a_line
+from parallel_runtime.commands.report import Measurement, Page, in_a_line, machine
 from parallel_runtime.demo import REQUIREMENTS
 from parallel_runtime.errors import Refused
 

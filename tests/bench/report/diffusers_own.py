@@ -20,7 +20,7 @@ from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelC
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from parallel_runtime.commands.report_measuring import randomized
+from parallel_runtime.commands.report import randomized
 
 from .measuring import Case, Clock, Setting
 from .rank_share_cases import WORLD_SIZES, fake_group

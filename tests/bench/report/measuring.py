@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from parallel_runtime.commands import report_measuring
-from parallel_runtime.commands.report_measuring import Measurement
+from parallel_runtime.commands import report
+from parallel_runtime.commands.report import Measurement
 from parallel_runtime.engine import graph_runner
 from parallel_runtime.engine.comm.ranks import event_factory, seconds_between
 from parallel_runtime.errors import ParallelError
@@ -135,7 +135,7 @@ def in_words(failure: BaseException) -> str:
 def mean_error(out: torch.Tensor, exact: torch.Tensor) -> float:
     """Returns the mean difference, in standard deviations of the exact result."""
     assert not out.isnan().any(), "NaN"
-    return report_measuring.mean_error(out, exact)
+    return report.mean_error(out, exact)
 
 
 class Clock:

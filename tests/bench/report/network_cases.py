@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from parallel_runtime.architectures import Architecture, architecture_of
 from parallel_runtime.architectures.network_modules import blocks_of
-from parallel_runtime.commands.report_measuring import randomized
+from parallel_runtime.commands.report import randomized
 from parallel_runtime.engine.comm.mesh import ContextMesh, build_mesh
 from parallel_runtime.engine.parallelize import parallelize, unparallelize
 from parallel_runtime.engine.prefetch import BlockPrefetcher, Buffers, rank_placement

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from parallel_runtime.architectures.autoencoders import kind_of
-from parallel_runtime.commands.report_measuring import randomized
+from parallel_runtime.commands.report import randomized
 from parallel_runtime.group.worker_group import SharedOutput, WorkerGroup
 from parallel_runtime.jobs import VAEJob
 from parallel_runtime.loading.fingerprint import model_fingerprint
