@@ -279,7 +279,7 @@ def with_step_cache(model: ComfyModel, patcher: RankPatcher) -> Iterator[StepCac
     assert model.architecture is not None
     if model.stages is not None:
         raise Refused("cache.stages")
-    cache = model.cache = StepCache(model.network, model.architecture.plan, model.mesh, threshold)
+    cache = StepCache(model.network, model.architecture.plan, model.mesh, threshold)
     if prefetcher := patcher.weight_state.prefetcher:
         prefetcher.is_skipped = cache.skips  # skipped blocks need not be fetched
 
@@ -308,11 +308,8 @@ def with_step_cache(model: ComfyModel, patcher: RankPatcher) -> Iterator[StepCac
     patcher.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, KEY, predict)
     patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, separately)
     patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, evaluate)
-    try:
-        with cache.caching():
-            yield cache
-    finally:
-        model.cache = None
+    with with_attributes(model, cache=cache), cache.caching():
+        yield cache
 
 
 @contextmanager
