@@ -174,6 +174,7 @@ class Model:
 
 Load = Callable[[ModelSpec, torch.device, OnProgress, Job], Model]
 Loop = Callable[[Any, Any, Progress], dict[str, Any]]  # runs jobs of one kind on a Model
+JobKinds = dict[type, tuple[Load, Loop]]
 
 
 class Models:

@@ -34,7 +34,7 @@ from ..wire import messages
 from ..wire.bundles import empty_bundle, read_bundle, write_bundle
 from ..wire.channel import KEY, Channel, TcpChannel
 from .agent import AGENT_PID, die_when
-from .models import Load, Loop, Model, Models
+from .models import JobKinds, Model, Models
 from .progress import Cancelled, Progress
 
 GIB = 1 << 30
@@ -80,13 +80,11 @@ def readings(device: torch.device, models: Sequence[Model]) -> messages.Readings
 
 
 class Worker:
-    def __init__(
-        self, channel: Channel, device: torch.device, loops: dict[type, Loop], loaders: dict[type, Load]
-    ) -> None:
+    def __init__(self, channel: Channel, device: torch.device, kinds: JobKinds) -> None:
         self._channel = channel
         self._device = device
-        self._models = Models(device, loaders)
-        self._loops = loops
+        self._models = Models(device, {kind: load for kind, (load, _) in kinds.items()})
+        self._loops = {kind: run for kind, (_, run) in kinds.items()}
         self._output: int | None = None  # the memory file of the next request's result, of a VAE
 
     def joined(self) -> messages.Joined:
@@ -283,7 +281,7 @@ def main(address: str) -> None:
         ranks.join(device, welcome.store, through_main_memory=welcome.through_main_memory)
         check_links(device)
         channel.send(messages.Connected())
-        worker = Worker(channel, device, *_loops_and_loaders(welcome.comfy, device))
+        worker = Worker(channel, device, _job_kinds(welcome.comfy, device))
         channel.send(worker.joined())
         if welcome.comfy is not None and welcome.comfy.compiles:
             warm_compiler()
@@ -296,17 +294,17 @@ def main(address: str) -> None:
     os._exit(0)
 
 
-def _loops_and_loaders(comfy: ComfySetup | None, device: torch.device) -> tuple[dict[type, Loop], dict[type, Load]]:
-    loops, loaders = dict[type, Loop](), dict[type, Load]()
+def _job_kinds(comfy: ComfySetup | None, device: torch.device) -> JobKinds:
+    kinds = JobKinds()
     if comfy is None:  # the host will only ask for the demo
         with contextlib.suppress(Refused):
             _demo()
     else:
         from .comfy_loop import start  # ComfyUI exists only once its root is known
 
-        loops, loaders = start(comfy, device)
-    loops[DemoJob], loaders[DemoJob] = lambda *args: _demo().run(*args), lambda *args: _demo().load(*args)
-    return loops, loaders
+        kinds = start(comfy, device)
+    kinds[DemoJob] = (lambda *args: _demo().load(*args), lambda *args: _demo().run(*args))
+    return kinds
 
 
 def _demo() -> Any:

@@ -54,7 +54,15 @@ class StepCache:
     @contextmanager
     def caching(self) -> Iterator[None]:
         """Caches within this context: it starts empty, and is emptied at the end."""
-        forwards = [(block, vars(block).get("forward"), forward) for block, forward in self._forwards()]
+        new: list[tuple[nn.Module, Forward]] = []
+        for number, module_plan in enumerate(self._plan.trunk):
+            blocks = list(blocks_of_module_plan(self._transformer, module_plan))
+            if number == 0:
+                head = blocks.pop(0)
+                new.append((head.module, self._first_forward(head)))
+            self._followers.update(block.module for block in blocks)
+            new += [(block.module, self._later_forward(block, first=block is blocks[0])) for block in blocks]
+        forwards = [(block, vars(block).get("forward"), forward) for block, forward in new]
         for block, _, forward in forwards:
             block.forward = forward  # type: ignore[method-assign]
 
@@ -98,16 +106,6 @@ class StepCache:
         device = next(self._transformer.parameters()).device
         local = torch.tensor([self.skipped, self.evaluations], device=device)
         return (self._all_gather(local, self._mesh.cfg).sum(0) if shared else local).tolist()
-
-    def _forwards(self) -> Iterator[tuple[nn.Module, Forward]]:
-        for number, module_plan in enumerate(self._plan.trunk):
-            blocks = list(blocks_of_module_plan(self._transformer, module_plan))
-            if number == 0:
-                head = blocks.pop(0)
-                yield head.module, self._first_forward(head)
-            self._followers.update(block.module for block in blocks)
-            for block in blocks:
-                yield block.module, self._later_forward(block, first=block is blocks[0])
 
     def _first_forward(self, block: Block) -> Forward:
         module_plan, original = block.module_plan, block.module.forward

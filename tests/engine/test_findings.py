@@ -43,7 +43,8 @@ def answer(monkeypatch: pytest.MonkeyPatch) -> serve.Done:
     def load(spec: ModelSpec, *_: Any) -> Model:
         return Model(spec, torch.nn.Linear(2, 2))
 
-    worker = serve.Worker(Silent(), CPU, {DemoJob: lambda *_: {"samples": torch.zeros(1)}}, {DemoJob: load})  # type: ignore[arg-type]
+    kinds: models.JobKinds = {DemoJob: (load, lambda *_: {"samples": torch.zeros(1)})}
+    worker = serve.Worker(Silent(), CPU, kinds)  # type: ignore[arg-type]
     bundle = write_bundle({"kind": "DemoJob", **vars(JOB)})
     return worker._answer(Run(1, ModelSpec(loader="none"), Parallelism(), WeightPlacement()), bundle)[0]
 

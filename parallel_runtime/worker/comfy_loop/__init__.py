@@ -15,7 +15,7 @@ import torch
 from ...errors import Refused
 from ...jobs import EncodingJob, EvaluationJob, SamplingJob, VAEJob
 from ...specs import ComfySetup
-from ..models import Load, Loop
+from ..models import JobKinds
 
 # Flags that workers are started without, and those that they turn off: they place weights themselves (`--highvram`
 # would have ComfyUI load to the GPU, and "offload" to it), and CUDA graphs and allocators must work with NCCL.
@@ -67,19 +67,18 @@ def _flags(setup: ComfySetup, device: torch.device) -> list[str]:
     return [*(["--cpu"] if device.type == "cpu" else []), *flags, *off]
 
 
-def start(setup: ComfySetup, device: torch.device) -> tuple[dict[type, Loop], dict[type, Load]]:
-    """Imports the host's ComfyUI with the host's flags; returns the loops, and the loaders of models, of the kinds of
-    jobs that need it. Call it once, before any other import of comfy."""
+def start(setup: ComfySetup, device: torch.device) -> JobKinds:
+    """Imports the host's ComfyUI with the host's flags; returns the kinds of jobs that need it. Call it once, before
+    any other import of comfy."""
     import_comfyui(setup, device)
     from ...loading.mapped import note_missing
-    from . import autoencoder, text_encoder  # comfy can be imported only now
-    from .additional_models import AdditionalModels
-    from .comfy_model import evaluate, load
-    from .sampling import run
+    from . import additional_models, autoencoder, comfy_model, sampling, text_encoder  # comfy can be imported only now
 
     note_missing()
-    loaders: dict[type, Load] = dict.fromkeys((SamplingJob, EvaluationJob), partial(load, AdditionalModels()))
-    loaders |= {VAEJob: autoencoder.load, EncodingJob: text_encoder.load}
-    loops: dict[type, Loop] = {SamplingJob: run, EvaluationJob: evaluate}
-    loops |= {VAEJob: partial(autoencoder.run, {}), EncodingJob: text_encoder.run}
-    return loops, loaders
+    load_model = partial(comfy_model.load, additional_models.AdditionalModels())
+    return {
+        SamplingJob: (load_model, sampling.run),
+        EvaluationJob: (load_model, comfy_model.evaluate),
+        VAEJob: (autoencoder.load, partial(autoencoder.run, {})),
+        EncodingJob: (text_encoder.load, text_encoder.run),
+    }

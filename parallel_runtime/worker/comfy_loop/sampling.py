@@ -10,7 +10,7 @@ would compute with a part of the tokens, and another one may have been recorded 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -47,7 +47,6 @@ KEY = "context_parallel"
 SIGMA_TOLERANCE = 1e-3  # as a share of a step: samplers may compute the same noise level differently
 
 BranchConds = list[list[dict[str, Any]] | None]  # the conditions of each branch; None: it is not evaluated
-OnStep = Callable[[int, Tensor, Tensor, int], None]
 Code = tuple[dict[str, Any], dict[tuple[Any, str], Any]]  # of a network: see `_code_of`
 
 
@@ -57,10 +56,10 @@ def run(model: ComfyModel, job: SamplingJob, progress: Progress) -> dict[str, An
     "globals": what it has left in objects and global variables of packs, "lost": why some of that cannot be sent}."""
     last: tuple[int, Tensor, Tensor, int] | None = None
 
-    def on_step(step: int, x0: Tensor, x: Tensor, total: int) -> None:
+    def on_step(step: int, x0: Any, x: Any, total: int) -> None:
         nonlocal last
-        last = (step, x0, x, total)
-        progress.step(step, total, x0, x)
+        last = (step, _packed(x0), _packed(x), total)
+        progress.step(step, total, last[1], last[2])
 
     import_packs(job.packs, job.pack_files)
     model.check_replaced(job.replaced)
@@ -95,13 +94,17 @@ def run(model: ComfyModel, job: SamplingJob, progress: Progress) -> dict[str, An
     with changed, with_step_cache(model, patcher) as cache, in_patches, patcher.state_dict_of_file(), noise:
         if job.packs:
             wrappers.code = _code_of(model.network)  # with what a step cache has put onto the blocks
-        samples = _sample(job, guider, made["sampler"], on_step)
+        # What a pack's guider does in a `sample` of its own has run in ComfyUI's process.
+        samples = comfy.samplers.CFGGuider.sample(
+            guider, _unpacked(job.noise, job), _unpacked(job.latent, job), made["sampler"], job.sigmas.clone(),
+            disable_pbar=True, callback=on_step, seed=job.seed,
+        )  # fmt: skip
     skipped = cache.counts(shared=not job.batch_coupled) if cache else None
     attributes = made["guider_attributes"]
     attributes.update({name: value for name, value in vars(guider).items() if name in attributes})
     changes, lost = rebuilder.changes()
     return {
-        "samples": samples, "last": last, "skipped": skipped, "random_states": random_states(model.device),
+        "samples": _packed(samples), "last": last, "skipped": skipped, "random_states": random_states(model.device),
         "changes": changes, "globals": described_plainly(changed_variables(made["globals"])),
         "lost": [*lost, *changed_states(states)],
     }  # fmt: skip
@@ -202,7 +205,8 @@ class Wrappers:
         self.progress.vote()
         # Batches are limited alike on all ranks; ComfyUI alone would go by each rank's free memory.
         stages = None if self.job.batch_coupled else self.model.stages
-        most, limit = x.shape[0] if stages else self.job.entries_per_call, {}
+        most = x.shape[0] if stages else self.job.entries_per_call
+        limit: dict[str, Any] = {}
         if most:
             limit["memory_required"] = lambda shape, *args, **kwargs: 0 if shape[0] <= most else math.inf
         with self.noise.paused(), with_attributes(model, **limit):
@@ -235,14 +239,6 @@ def _predictions(executor: Any, stages: Stages | None, branches: list[int], *arg
     for index, prediction in zip(branches, predictions, strict=True):
         out[index] = prediction
     return out
-
-
-def _sample(job: SamplingJob, guider: comfy.samplers.CFGGuider, sampler: Any, on_step: OnStep) -> Tensor:
-    # What a pack's guider does in a `sample` of its own has run in ComfyUI's process.
-    return _packed(comfy.samplers.CFGGuider.sample(
-        guider, _unpacked(job.noise, job), _unpacked(job.latent, job), sampler, job.sigmas.clone(), disable_pbar=True,
-        callback=lambda step, x0, x, total: on_step(step, _packed(x0), _packed(x), total), seed=job.seed,
-    ))  # fmt: skip
 
 
 def _guider(job: SamplingJob, patchers: Sequence[ModelPatcher], made: dict[str, Any]) -> comfy.samplers.CFGGuider:
@@ -279,7 +275,7 @@ def with_step_cache(model: ComfyModel, patcher: RankPatcher) -> Iterator[StepCac
     assert model.architecture is not None
     if model.stages is not None:
         raise Refused("cache.stages")
-    cache = model.cache = StepCache(model.network, model.architecture.plan, model.mesh, threshold)
+    cache = StepCache(model.network, model.architecture.plan, model.mesh, threshold)
     if prefetcher := patcher.weight_state.prefetcher:
         prefetcher.is_skipped = cache.skips  # skipped blocks need not be fetched
 
@@ -308,11 +304,8 @@ def with_step_cache(model: ComfyModel, patcher: RankPatcher) -> Iterator[StepCac
     patcher.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, KEY, predict)
     patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, separately)
     patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, evaluate)
-    try:
-        with cache.caching():
-            yield cache
-    finally:
-        model.cache = None
+    with with_attributes(model, cache=cache), cache.caching():
+        yield cache
 
 
 @contextmanager
