@@ -104,8 +104,7 @@ def gather_key_mask(mask: Tensor, batch: int, heads: int, streams: Streams, name
             return _key(keys.index_select(0, streams.global_positions(names, keys.device)))
         keys = keys.index_select(0, streams.global_positions(names, keys.device, [mesh_dim.index]))
     to_send = keys.to(torch.uint8) if keys.dtype == torch.bool else keys
-    (full,) = all_gather_v(to_send, sizes, mesh_dim).wait()
-    return _key(full.to(keys.dtype))
+    return _key(all_gather_v(to_send, sizes, mesh_dim).to(keys.dtype))
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -317,6 +317,6 @@ class ControlRowDivision(RowDivision):
         if (levels := self._levels) is None:
             return None
         rows = levels.sizes[self._plan.hint_halvings]
-        (means,) = all_gather_v(args[0].float()[None], [1] * len(rows), levels.ranks).wait()
+        means = all_gather_v(args[0].float()[None], [1] * len(rows), levels.ranks)
         shares = torch.tensor([each / sum(rows) for each in rows], device=means.device)
         return (torch.tensordot(shares, means, 1).to(args[0]), *args[1:])

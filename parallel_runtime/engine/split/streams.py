@@ -236,7 +236,7 @@ class LocalTokens:
         for chunk, stream in zip(out.split([one.chunk_tokens for one in self._streams], 1), self._streams, strict=True):
             if stream.replicated:
                 sizes = chunk_sizes(stream.local_tokens, ranks.parts)
-                local.append(all_gather_v(chunk.transpose(0, 1), sizes, ranks).wait()[0].transpose(0, 1))
+                local.append(all_gather_v(chunk, sizes, ranks, 1))
             elif stream.local_tokens == stream.chunk_tokens:
                 local.append(chunk)
             else:  # zeros for a dummy token
