@@ -84,8 +84,9 @@ def all_to_all(
 
 def all_gather_v(chunk: Tensor, sizes: Sequence[int], mesh_dim: MeshDim, dim: int = 0) -> Tensor:
     """Gathers along `dim`: `chunk` [.., sizes[index], ..] of every rank makes [.., sum(sizes), ..], in rank order."""
-    (full,) = start_all_gather(chunk.movedim(dim, 0), sizes, mesh_dim, range(mesh_dim.size)).wait()
-    return full.movedim(0, dim)
+    first = chunk.movedim(dim, 0) if dim else chunk
+    (full,) = start_all_gather(first, sizes, mesh_dim, range(mesh_dim.size)).wait()
+    return full.movedim(0, dim) if dim else full
 
 
 def start_all_gather(chunk: Tensor, sizes: Sequence[int], mesh_dim: MeshDim, peers: Sequence[int]) -> Pending:
