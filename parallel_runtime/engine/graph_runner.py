@@ -117,16 +117,12 @@ class _Recording:
     def replay(self, tensors: Sequence[Tensor]) -> Any:
         _copy_into(self.inputs, tensors)
         self.graph.replay()
-        return _cloned(self.graph.out)
+        return pytree.tree_map_only(Tensor, Tensor.clone, self.graph.out)
 
 
 def _copy_into(inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     for target, tensor in zip(inputs, tensors, strict=True):
         _dense(target).copy_(_dense(tensor))
-
-
-def _cloned(out: Any) -> Any:
-    return pytree.tree_map_only(Tensor, Tensor.clone, out)
 
 
 @dataclass(eq=False)
@@ -311,7 +307,7 @@ class GraphRunner:
         self.on_recording(True)
         try:
             _copy_into(inputs, call.tensors)
-            out = _cloned(recorder.warm_up(run))
+            out = pytree.tree_map_only(Tensor, Tensor.clone, recorder.warm_up(run))
             recorded, reason = self._try_record(recorder, run, inputs, call)
             if self.any_rank(recorded is None):
                 return self._stay_eager(call, reason or "another worker could not record it", out)

@@ -395,4 +395,4 @@ class OwnedModules:
     @staticmethod
     def _exchange(dim: MeshDim, owner: int, local: Tensor, size: int) -> Tensor:
         """Returns the owner's flat tensor of this size, on every rank; `local` is empty on others."""
-        return all_gather_v(local, [size * (index == owner) for index in range(dim.size)], dim).wait()[0]
+        return all_gather_v(local, [size * (index == owner) for index in range(dim.size)], dim)

@@ -52,10 +52,7 @@ def local_entries(dim: MeshDim, total: int) -> slice:
 
 def all_gather(dim: MeshDim, local: Tensor, total: int) -> Tensor:
     """Gathers each group's [local items, ...] into [total, ...], in order."""
-    if dim.size == 1:
-        return local
-    (full,) = all_gather_v(local, chunk_sizes(total, dim.parts), dim).wait()
-    return full
+    return local if dim.size == 1 else all_gather_v(local, chunk_sizes(total, dim.parts), dim)
 
 
 def broadcast_if_unlike(dim: MeshDim, out: Any, source: int = 0) -> Any:
@@ -66,7 +63,7 @@ def broadcast_if_unlike(dim: MeshDim, out: Any, source: int = 0) -> Any:
 
     def from_source(part: Tensor) -> Tensor:
         sizes = [len(part) * (index == source) for index in range(dim.size)]
-        return all_gather_v(part[: sizes[dim.index]], sizes, dim).wait()[0]
+        return all_gather_v(part[: sizes[dim.index]], sizes, dim)
 
     return tree_map_only(Tensor, from_source, out)
 

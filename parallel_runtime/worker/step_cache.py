@@ -169,7 +169,7 @@ class StepCache:
 
     def _all_gather(self, local: Tensor, dim: MeshDim) -> Tensor:
         """Gathers `local` of every rank into [ranks of `dim`, ...], with the same bits on each."""
-        return all_gather_v(local[None], (1,) * dim.size, dim).wait()[0] if dim.size > 1 else local[None]
+        return all_gather_v(local[None], (1,) * dim.size, dim) if dim.size > 1 else local[None]
 
 
 def _as_list(out: Any) -> HiddenStates:

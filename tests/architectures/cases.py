@@ -163,9 +163,9 @@ def gathered_bytes(rank: int, world: int, name: str, option: str = "") -> dict[s
         original = splitter.all_gather_v
 
         def counting(*args: Any, before: Any = original, into: list[int] = counted) -> Any:
-            pending = before(*args)
-            into.append(pending.outputs[0].nbytes)
-            return pending
+            full = before(*args)
+            into.append(full.nbytes)
+            return full
 
         splitter.all_gather_v = counting
         parallelize(network, tried, mesh(world, 1), parallelism(world, 1))

@@ -118,8 +118,7 @@ def apart(
 
 
 def _full(own: Tensor, sizes: Sequence[int], context: Any) -> Tensor:
-    (tokens,) = all_gather_v(own[:, : sizes[context.index]].transpose(0, 1), tuple(sizes), context).wait()
-    return tokens.transpose(0, 1)
+    return all_gather_v(own[:, : sizes[context.index]], tuple(sizes), context, 1)
 
 
 @torch.inference_mode()

@@ -125,18 +125,7 @@ class _Alone(ContextAttention):
         heads_first = [x.transpose(1, 2) for x in (query, key, value)]
         return torch.nn.functional.scaled_dot_product_attention(*heads_first).transpose(1, 2)
 
-    def _replica(self, chunk: Tensor, length: int) -> Tensor:
-        return torch.nn.functional.pad(chunk, (0, 0, 0, 0, 0, length - chunk.shape[1]))
 
-
-class _Pretended:
-    def __init__(self, whole: Tensor) -> None:
-        self.whole = whole
-
-    def wait(self) -> list[Tensor]:
-        return [self.whole]
-
-
-def _gather(own: Tensor, sizes: Sequence[int], mesh_dim: MeshDim) -> _Pretended:
-    others = [own.new_zeros(size, *own.shape[1:]) for size in sizes]
-    return _Pretended(torch.cat([*others[: mesh_dim.index], own, *others[mesh_dim.index + 1 :]]))
+def _gather(own: Tensor, sizes: Sequence[int], mesh_dim: MeshDim, dim: int) -> Tensor:
+    others = [own.new_zeros(*own.shape[:dim], size, *own.shape[dim + 1 :]) for size in sizes]
+    return torch.cat([*others[: mesh_dim.index], own, *others[mesh_dim.index + 1 :]], dim)

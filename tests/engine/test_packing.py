@@ -99,7 +99,7 @@ def test_blocks_of_a_ring_are_packed_by_one_cat_of_four_dims(monkeypatch: pytest
         sent.append(packed)
         return SimpleNamespace(wait=lambda: [packed])
 
-    monkeypatch.setattr(ring_and_ulysses.collectives, "all_gather_v", gather)
+    monkeypatch.setattr(ring_and_ulysses.collectives, "start_all_gather", gather)
     key, value, _ = laid_out(layout, 2, 7)
     mesh_dim = MeshDim(size=2, index=0, ranks=(0, 1))
     with Packing() as seen:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...accelerators import ANY_EXACT, FALLBACK, ring_backend
 from ...architectures.block_patches import attends_each_head, attention_called_by
-from ...architectures.split_plan import AttentionSpecs, Cross, Window
+from ...architectures.split_plan import AttentionSpecs, Cross, Names, Window
 from ...errors import Refused, Unsplittable
 from ...request import AttentionBackend
 from ...specs import Parallelism
@@ -219,10 +219,11 @@ class AttentionOverride(BackendOverride):
         return attend(q, k, v, _four_dims(mask), call.options.get("scale"))
 
     def across(
-        self, cross: Cross, call: Callable[..., Tensor], backend: AttentionBackend, *, in_order: bool,
+        self, over: Cross | Names, call: Callable[..., Tensor], backend: AttentionBackend, *, in_order: bool,
         max_chunks: int = MAX_HEAD_CHUNKS,
     ) -> ContextAttention:  # fmt: skip
-        """Returns the attention over all ranks for the streams of `cross`, whose fallback is `call` from now on."""
+        """Returns the attention over all ranks for the streams `over`, whose fallback is `call` from now on."""
+        cross = over if isinstance(over, Cross) else Cross(queries=over, keys=over)
         self.split_calls += 1
         self._call = call
         attention = self._attentions.get((cross, backend, in_order, max_chunks))

@@ -104,8 +104,7 @@ def gather_key_mask(mask: Tensor, batch: int, heads: int, streams: Streams, name
             return _key(keys.index_select(0, streams.global_positions(names, keys.device)))
         keys = keys.index_select(0, streams.global_positions(names, keys.device, [mesh_dim.index]))
     to_send = keys.to(torch.uint8) if keys.dtype == torch.bool else keys
-    (full,) = all_gather_v(to_send, sizes, mesh_dim).wait()
-    return _key(full.to(keys.dtype))
+    return _key(all_gather_v(to_send, sizes, mesh_dim).to(keys.dtype))
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -224,7 +223,7 @@ class ContextAttention:
         """Makes the mask of all keys; of pairs of tokens every rank has the full mask, and takes its queries' rows."""
         streams, queries, keys = self.streams, self.query_streams, self.key_streams
         pairs, total = mask.ndim == 4 and mask.shape[2] > 1, (streams.total(queries), streams.total(keys))
-        if not self._has_all_tokens:  # the rows of the current token patch, of keys in the streams' order
+        if not self.streams.has_all_tokens:  # the rows of the current token patch, of keys in the streams' order
             if mask.shape[-1] != total[1] or (pairs and mask.shape[2] != total[0]):
                 raise Unsplittable(f"a mask of {list(mask.shape)} is of a patch of {total[1]} keys", "patches")
             if not pairs:
@@ -297,7 +296,7 @@ class ContextAttention:
         out = dispatch.try_kernel(query, key, value, own_mask, scale, backend)
         if out is not None:
             return out
-        if not self.in_order or not self._has_all_tokens or len(self.query_streams + self.key_streams) == 2:
+        if not self.in_order or not self.streams.has_all_tokens or len(self.query_streams + self.key_streams) == 2:
             return self.fallback(query, key, value, own_mask, scale)
         to_queries, to_keys = (self._places(names, query.device) for names in (self.query_streams, self.key_streams))
         from_queries, from_keys = to_queries.argsort(), to_keys.argsort()
@@ -310,11 +309,6 @@ class ContextAttention:
     def _places(self, names: tuple[str, ...], device: torch.device) -> Tensor:
         """Returns the positions in the full streams of all ranks' tokens."""
         return self.streams.cached(("order", names), lambda: self.streams.global_positions(names, device))
-
-    @property
-    def _has_all_tokens(self) -> bool:
-        """Returns whether the ranks together have all tokens, not one token patch."""
-        return self.streams.pipefusion is None or self.streams.pipefusion.has_all_tokens
 
     def _attend_ring(
         self, layout: AttentionLayout, scale: float | None, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None

@@ -138,7 +138,7 @@ def _slots(key: Tensor, key_counts: Sequence[int], mesh_dim: MeshDim, streams: S
 def all_gather_blocks(block: Block, key_counts: Sequence[int], mesh_dim: MeshDim) -> Iterator[tuple[Owners, Block]]:
     """Yields the local block, then all others as one, gathered meanwhile. Extra memory: all keys and values."""
     packed = torch.cat([tensor.transpose(0, 1) for tensor in block], dim=2)
-    pending = collectives.all_gather_v(packed, key_counts, mesh_dim, mesh_dim.other_ranks)
+    pending = collectives.start_all_gather(packed, key_counts, mesh_dim, mesh_dim.other_ranks)
     yield (mesh_dim.index,), block
     (other_blocks,) = pending.wait()
     key, value = other_blocks.transpose(0, 1).chunk(2, 2)

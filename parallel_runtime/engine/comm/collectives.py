@@ -82,12 +82,17 @@ def all_to_all(
     return Pending([work], [buffer], [outputs], mesh_dim.group_state)
 
 
-def all_gather_v(chunk: Tensor, sizes: Sequence[int], mesh_dim: MeshDim, peers: Sequence[int] | None = None) -> Pending:
-    """Starts an all-gather along dim 0: `chunk` [sizes[index], ...] of every rank makes [sum(sizes), ...], in rank
-    order; of `peers` alone, in their order, if there are any.
+def all_gather_v(chunk: Tensor, sizes: Sequence[int], mesh_dim: MeshDim, dim: int = 0) -> Tensor:
+    """Gathers along `dim`: `chunk` [.., sizes[index], ..] of every rank makes [.., sum(sizes), ..], in rank order."""
+    first = chunk.movedim(dim, 0) if dim else chunk
+    (full,) = start_all_gather(first, sizes, mesh_dim, range(mesh_dim.size)).wait()
+    return full.movedim(0, dim) if dim else full
+
+
+def start_all_gather(chunk: Tensor, sizes: Sequence[int], mesh_dim: MeshDim, peers: Sequence[int]) -> Pending:
+    """Starts an all-gather along dim 0 of the chunks of `peers`, in their order.
 
     Point to point, straight into place: nothing is padded, and on gloo it is faster than its all-gather."""
-    peers = range(mesh_dim.size) if peers is None else peers
     output = allocate((sum(sizes[peer] for peer in peers), *chunk.shape[1:]), chunk)
     return _all_gather_p2p(output, chunk.contiguous(), peers, sizes, mesh_dim)
 

@@ -72,8 +72,7 @@ class Share:
 
     def gather(self, x: Tensor) -> Tensor:
         """Returns the full tensor of all ranks' rows. Collective."""
-        (rows,) = all_gather_v(x.movedim(self.dim, 0), self.rows_of(x, "a gather"), self.ranks).wait()
-        return rows.movedim(0, self.dim)
+        return all_gather_v(x, self.rows_of(x, "a gather"), self.ranks, self.dim)
 
     def weights(self, x: Tensor) -> Tensor:
         """Returns each rank's share of all rows of `x`, which lie flat in 3 dims: float32, the weights of a mean."""
@@ -249,7 +248,7 @@ def group_norm(
 ) -> Tensor:  # fmt: skip
     """Computes torch.nn.functional.group_norm with the statistics of all ranks, in float32 whatever `x` is in."""
     weights = share.weights(x)
-    (moments,) = all_gather_v(_moments(x, num_groups)[None], [1] * share.ranks.size, share.ranks).wait()
+    moments = all_gather_v(_moments(x, num_groups)[None], [1] * share.ranks.size, share.ranks)
     return _normalize(x, weights, moments, weight, bias, eps)
 
 
@@ -314,7 +313,7 @@ def norm(
     if p not in (2, 2.0) or tuple(dim or ()) != (1, 2) or not keepdim or any(options.values()):
         raise Unsplittable(f"norm over dim {dim} of {tuple(x.shape)}")
     local = func(x, 2, dim, True, dtype=x.dtype if x.dtype in WIDE else torch.float32)
-    (all_ranks,) = all_gather_v(local[None], [1] * share.ranks.size, share.ranks).wait()
+    all_ranks = all_gather_v(local[None], [1] * share.ranks.size, share.ranks)
     return all_ranks.square().sum(0).sqrt().to(x.dtype)
 
 

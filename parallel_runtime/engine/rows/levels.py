@@ -116,13 +116,12 @@ class Levels(Share):
     def gather_tokens(self, x: Tensor, level: int) -> Tensor:
         """Gathers [B, local tokens, C] of a level to [B, all tokens, C], in the order of rows. Collective."""
         rows, at = self.sizes[level], 3 + self.dim
-        local = x.unflatten(1, self.plane(level, rows[self.index])).movedim(at, 0)
-        return all_gather_v(local, rows, self.ranks).wait()[0].movedim(0, at).flatten(1, 2)
+        local = x.unflatten(1, self.plane(level, rows[self.index]))
+        return all_gather_v(local, rows, self.ranks, at).flatten(1, 2)
 
     def gather_flat(self, x: Tensor) -> Tensor:
         """Gathers [B, local tokens, C] to [B, all tokens, C], rank by rank. Collective."""
-        (full,) = all_gather_v(x.transpose(0, 1), self.tokens(self.by_tokens[x.shape[1]]), self.ranks).wait()
-        return full.transpose(0, 1)
+        return all_gather_v(x, self.tokens(self.by_tokens[x.shape[1]]), self.ranks, 1)
 
     def split_tokens(self, x: Tensor, level: int) -> Tensor:
         """Splits [B, all tokens, C] of a level to [B, local tokens, C]."""

@@ -147,13 +147,8 @@ class RowDivision(ExitStack):
         finally:
             self._levels = levels
 
-    @property
-    def is_divided(self) -> bool:
-        """Returns whether layers see this rank's rows alone now."""
-        return self._levels is not None
-
     def _attend(self, local: bool, forward: Forward, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        local = local or not self.is_divided or self._patches.has_full_tokens
+        local = local or self._levels is None or self._patches.has_full_tokens
         if self._collects_tokens and not local and self._levels is not None and kwargs.get("context") is None:
             kwargs["context"], local = self._levels.gather_flat(x), True
         self._override.active_scopes.append(self._local if local else self._across)
@@ -299,7 +294,7 @@ class ControlRowDivision(RowDivision):
 
     def _attend(self, local: bool, forward: Forward, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Gives an attention the override: ComfyUI gives a ControlNet no transformer_options."""
-        if self.is_divided:
+        if self._levels is not None:
             kwargs["transformer_options"] = {**kwargs.get("transformer_options", {}), OVERRIDE: self._override}
         return super()._attend(local, forward, x, *args, **kwargs)
 
@@ -317,6 +312,6 @@ class ControlRowDivision(RowDivision):
         if (levels := self._levels) is None:
             return None
         rows = levels.sizes[self._plan.hint_halvings]
-        (means,) = all_gather_v(args[0].float()[None], [1] * len(rows), levels.ranks).wait()
+        means = all_gather_v(args[0].float()[None], [1] * len(rows), levels.ranks)
         shares = torch.tensor([each / sum(rows) for each in rows], device=means.device)
         return (torch.tensordot(shares, means, 1).to(args[0]), *args[1:])

@@ -68,8 +68,7 @@ def _sum(sizes: tuple[int, ...], ranks: MeshDim, first: Tensor, second: Tensor) 
     product = torch.matmul(first, second)
     if not sizes[ranks.index]:  # of a dummy token
         product = torch.zeros_like(product)
-    (products,) = all_gather_v(product[None], [1] * ranks.size, ranks).wait()
-    return products.sum(0)
+    return all_gather_v(product[None], [1] * ranks.size, ranks).sum(0)
 
 
 def _convolution(
@@ -81,7 +80,7 @@ def _convolution(
     if shape != [1, 1, 1] or weight.shape[2] != 3:
         raise Unsplittable(f"a convolution with padding {padding} of a kernel of {weight.shape[2]}")
     edges = torch.stack([x[..., :1], x[..., -1:]])[None]
-    (by_rank,) = all_gather_v(edges, [1] * ranks.size, ranks).wait()
+    by_rank = all_gather_v(edges, [1] * ranks.size, ranks)
     outside, others = torch.zeros_like(x[..., :1]), [rank for rank, size in enumerate(sizes) if size]
     before = [by_rank[rank, 1] for rank in others if rank < ranks.index] or [outside]
     after = [by_rank[rank, 0] for rank in others if rank > ranks.index] or [outside]

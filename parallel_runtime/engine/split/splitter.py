@@ -216,8 +216,7 @@ class Splitter(Streams):
             if is_split and self.length(stream) == tokens:
                 return value
             sizes = chunk_sizes(tokens, self._mesh_dim.parts)
-            chunk = value.narrow(1, 0, sizes[self._mesh_dim.index]).transpose(0, 1)
-            value = all_gather_v(chunk, sizes, self._mesh_dim).wait()[0].transpose(0, 1)
+            value = all_gather_v(value.narrow(1, 0, sizes[self._mesh_dim.index]), sizes, self._mesh_dim, 1)
         if not is_split:
             return value
         length = self.length(stream)
@@ -296,8 +295,7 @@ class Splitter(Streams):
         return part if self.pipefusion is None else self.pipefusion.gather((where, stream), part, dim)
 
     def _gather_chunks(self, part: Tensor, sizes: Sequence[int], dim: int, key: Hashable) -> Tensor | None:
-        chunk = part.narrow(dim, 0, sizes[self._mesh_dim.index]).movedim(dim, 0)
-        full = all_gather_v(chunk, sizes, self._mesh_dim).wait()[0].movedim(0, dim)
+        full = all_gather_v(part.narrow(dim, 0, sizes[self._mesh_dim.index]), sizes, self._mesh_dim, dim)
         return full if self.pipefusion is None else self.pipefusion.gather(key, full, dim)
 
 

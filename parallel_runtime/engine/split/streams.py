@@ -47,15 +47,10 @@ class PipeFusion:
         self._branches: dict[Hashable, _Branch] = {}
         self._step_keys: list[Hashable] | None = None  # keys of the evaluations in flight
         self._current = _Branch()
-        self._turn: int | None = None  # the current patch; None: all tokens at once
+        self.turn: int | None = None  # the current patch; None: all tokens at once
         self._sizes: dict[str, tuple[int, ...]] = {}  # tokens of each patch, by stream
         self._gathered_parts: dict[Hashable, list[Tensor]] = {}
         self._attention: tuple[Hashable, int] = (None, 0)  # the current block, and its attentions so far
-
-    @property
-    def has_all_tokens(self) -> bool:
-        """Returns whether all tokens are processed at once."""
-        return self._turn is None
 
     def reset(self) -> None:
         """Forgets all keys and values: a run begins or ends."""
@@ -65,7 +60,7 @@ class PipeFusion:
         self._end_turns()
 
     def _end_turns(self) -> None:
-        self._turn, self._attention = None, (None, 0)
+        self.turn, self._attention = None, (None, 0)
         self._gathered_parts.clear()
 
     @contextmanager
@@ -90,7 +85,7 @@ class PipeFusion:
         self._current = _Branch() if exact or previous is None else previous
         self._sizes = {} if exact else patch_sizes(self._current.lengths, self._main, self._count)
         for turn in [None] if exact else range(self._count):
-            self._turn, self._attention = turn, (None, 0)
+            self.turn, self._attention = turn, (None, 0)
             if not turn:
                 self._gathered_parts.clear()
             self.before_turn()
@@ -103,14 +98,14 @@ class PipeFusion:
 
     def active_range(self, stream: str, length: int) -> tuple[int, int]:
         """Returns (start, size) of the current patch among the `length` tokens of `stream`."""
-        if self._turn is None:
+        if self.turn is None:
             return 0, length
         if self._current.lengths.get(stream) != length:
             before = self._current.lengths.get(stream, 0)
             detail = f"{stream} has {length} tokens, and in the step before {before}, which its cached keys are of"
             raise Unsplittable(detail, "patches")
         sizes = self._sizes[stream]
-        return sum(sizes[: self._turn]), sizes[self._turn]
+        return sum(sizes[: self.turn]), sizes[self.turn]
 
     @torch.compiler.disable
     def enter_block(self, block: Hashable, _: object = None) -> None:
@@ -122,7 +117,7 @@ class PipeFusion:
         those to attend to: the same where they are of all tokens, else those of all tokens as last recorded."""
         block, number = self._attention
         self._attention = (block, number + 1)
-        if self._turn is None:
+        if self.turn is None:
             copies = _scatter(key, positions, total), _scatter(value, positions, total)
             self._current.cached_kv[self._attention] = copies
             return key, value
@@ -131,11 +126,11 @@ class PipeFusion:
 
     def gather(self, where: Hashable, part: Tensor, dim: int) -> Tensor | None:
         """Returns all patches' parts, after the last turn; None before it. `part` is this turn's."""
-        if self._turn is None:
+        if self.turn is None:
             return part
         parts = self._gathered_parts.setdefault(where, [])
         parts.append(part)
-        if self._turn < self._count - 1:
+        if self.turn < self._count - 1:
             return None
         if len(parts) != self._count:
             raise Unsplittable(f"only {len(parts)} of {self._count} patches of {where} arrived", "patches")
@@ -236,7 +231,7 @@ class LocalTokens:
         for chunk, stream in zip(out.split([one.chunk_tokens for one in self._streams], 1), self._streams, strict=True):
             if stream.replicated:
                 sizes = chunk_sizes(stream.local_tokens, ranks.parts)
-                local.append(all_gather_v(chunk.transpose(0, 1), sizes, ranks).wait()[0].transpose(0, 1))
+                local.append(all_gather_v(chunk, sizes, ranks, 1))
             elif stream.local_tokens == stream.chunk_tokens:
                 local.append(chunk)
             else:  # zeros for a dummy token
@@ -262,6 +257,11 @@ class Streams:
     def clear(self) -> None:
         self.lengths.clear()
         self._cache.clear()
+
+    @property
+    def has_all_tokens(self) -> bool:
+        """Returns whether the ranks together have all tokens, not one token patch."""
+        return self.pipefusion is None or self.pipefusion.turn is None
 
     @property
     def any_split(self) -> bool:
