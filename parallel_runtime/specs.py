@@ -202,7 +202,7 @@ class ModelSpec:
     """A model by description: what a worker calls to load it, when the first job needs it.
 
     `loader` is `module:function` of ComfyUI, or a name that the worker knows; `arguments` are its positional arguments
-    as canonical JSON (nodes/describe/model.py), `index` selects one of several results. Or it is the class of a node,
+    as canonical JSON (nodes/describe/model_source.py), `index` selects one result. Or it is the class of a node,
     `arguments` are an object with the node's inputs and the folders of models, and the `weights_fingerprint` tells
     which of its results is the model. `weight_dtype` is ComfyUI's
     dtype of unquantised weights, `compute_dtype` that of computation, "" for its own choice. `force_cast` tells whether

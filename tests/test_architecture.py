@@ -27,7 +27,7 @@ ROOMS = (  # arrows only go down this list
     "wire",
 )
 INSIDE = {  # likewise, folders inside a room; "" are the files beside them
-    "nodes": ("", "classes", "server", "remote", "describe"),
+    "nodes": ("", "classes", "remote", "describe"),
     "engine": ("", "rows", "attention", "split", "comm"),
 }
 LOOSE = ("jobs", "accelerators", "specs", "request", "errors")  # below all rooms

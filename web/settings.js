@@ -1,4 +1,4 @@
-/** What ComfyUI's Settings show of this pack. nodes/server/settings.py reads what was saved; nothing has to be restarted. */
+/** What ComfyUI's Settings show of this pack. nodes/describe/host.py reads what was saved; nothing has to be restarted. */
 
 import { say } from "./words.js";
 

@@ -1,7 +1,5 @@
-"""CP Load Diffusion Model and CP Load CLIP: a MODEL and a CLIP whose weights only the workers read, for every node; and
-three small nodes of the embedded demo model: its MODEL, words to CONDITIONING, LATENT to IMAGE."""
-
-from __future__ import annotations
+"""CP Load Diffusion Model, CP Load CLIP, CP CLIP and CP VAE: a MODEL, CLIP or VAE, for every node, whose weights are in
+the workers; and three small nodes of the embedded demo model: its MODEL, words to CONDITIONING, LATENT to IMAGE."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,13 +14,12 @@ from ...parallel_runtime.demo import MODEL, words_and_pictures
 from ...parallel_runtime.errors import Refused
 from ...parallel_runtime.loading.mapped import Mapped, calls_loader, load_by_node, load_mapped, with_views
 from ...parallel_runtime.request import ParallelRequest
-from ..describe.host import announce_refusals
-from ..describe.model_files import SAFETENSORS
-from ..describe.model_source import note_call
-from ..remote.sampling_run import sampled_on_workers
-from ..server.settings import request_from
-from .cp_sampler import CATEGORY, CPConfig
-from .cp_vae_and_clip import encoding_request, parallel_clip
+from ..describe import model_files, model_source
+from ..describe.host import announce_refusals, request_from
+from ..remote.remote_encoder import parallel_clip
+from ..remote.remote_vae import checked_request, parallel_vae
+from ..remote.sampling_run import model_described_late
+from .cp_sampler import CATEGORY, WORKERS_INPUT, CPConfig
 
 GGUF_NODE = "UnetLoaderGGUF"
 NONE = "none"
@@ -31,6 +28,8 @@ NONE = "none"
 class CPLoadDiffusionModel(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
+        installed = GGUF_NODE in NODE_CLASS_MAPPINGS and "unet_gguf" in folder_paths.folder_names_and_paths
+        gguf = folder_paths.get_filename_list("unet_gguf") if installed else []
         return io.Schema(
             node_id="CPLoadDiffusionModel",
             display_name="CP Load Diffusion Model",
@@ -40,7 +39,7 @@ class CPLoadDiffusionModel(io.ComfyNode):
             search_aliases=["load diffusion model", "unet loader", "gguf", "multi gpu"],
             inputs=[
                 io.Combo.Input(
-                    "unet_name", options=[*folder_paths.get_filename_list("diffusion_models"), *_gguf_files()],
+                    "unet_name", options=[*folder_paths.get_filename_list("diffusion_models"), *gguf],
                     tooltip="A file in ComfyUI's folder diffusion_models; also .gguf files, if ComfyUI-GGUF is "
                     "installed.",
                 ),
@@ -60,7 +59,8 @@ class CPLoadDiffusionModel(io.ComfyNode):
     def execute(
         cls, unet_name: str, weight_dtype: str = "default", cp_config: ParallelRequest | None = None
     ) -> io.NodeOutput:
-        return io.NodeOutput(sampled_on_workers(load_for_workers(unet_name, weight_dtype), request_from(cp_config)))
+        model = load_for_workers(unet_name, weight_dtype)
+        return io.NodeOutput(model_described_late(model, request_from(cp_config), check=False))
 
 
 def load_for_workers(name: str, weight_dtype: str) -> Mapped:
@@ -70,7 +70,7 @@ def load_for_workers(name: str, weight_dtype: str) -> Mapped:
             raise Refused("file.gguf.dtype", "weight_dtype", {"weight_dtype": "default"}, dtype=weight_dtype)
         inputs = {"unet_name": name}
         (patcher,) = load_by_node(Mapped, NODE_CLASS_MAPPINGS[GGUF_NODE], inputs)
-        note_call(patcher.model, GGUF_NODE, inputs)
+        model_source.note_call(patcher.model, GGUF_NODE, inputs)
         return patcher
     path = folder_paths.get_full_path_or_raise("diffusion_models", name)
     check_file(path)
@@ -116,7 +116,7 @@ class CPLoadCLIP(io.ComfyNode):
         cls, clip_name1: str, type: str, clip_name2: str = NONE, clip_name3: str = NONE, clip_name4: str = NONE,
         cp_config: ParallelRequest | None = None,
     ) -> io.NodeOutput:  # fmt: skip
-        request = encoding_request(cp_config)
+        request = checked_request(cp_config)
         names = [name for name in (clip_name1, clip_name2, clip_name3, clip_name4) if name != NONE]
         return io.NodeOutput(parallel_clip(load_clip_for_workers(names, type), request))
 
@@ -141,7 +141,7 @@ def load_clip_for_workers(names: Sequence[str], kind: str) -> comfy.sd.CLIP:
 
 def check_file(path: str) -> None:
     """Raises Refused for a damaged file, or one of another format, under the name of a safetensors file."""
-    if not path.endswith(SAFETENSORS):
+    if not path.endswith(model_files.SAFETENSORS):
         return
     with open(path, "rb") as file:
         if file.read(4) == b"GGUF":
@@ -153,10 +153,52 @@ def check_file(path: str) -> None:
         raise Refused("file.unsound", path=path, error=str(error)) from None
 
 
-def _gguf_files() -> list[str]:
-    """Returns the names of .gguf files; none where ComfyUI-GGUF is not installed."""
-    installed = GGUF_NODE in NODE_CLASS_MAPPINGS and "unet_gguf" in folder_paths.folder_names_and_paths
-    return folder_paths.get_filename_list("unet_gguf") if installed else []
+class CPVAE(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="CPVAE",
+            display_name="CP VAE",
+            category=CATEGORY,
+            description="Makes any VAE node run on all GPUs: each decodes or encodes a share of the rows, in a share "
+            "of the memory, with the same result.",
+            search_aliases=["vae decode", "vae encode", "multi gpu", "parallel vae", "tiled vae", "context parallel"],
+            inputs=[
+                io.Vae.Input("vae", tooltip="From Load VAE or Load Checkpoint."),
+                WORKERS_INPUT,
+            ],
+            outputs=[io.Vae.Output(tooltip="For every node that takes a VAE.")],
+        )
+
+    @classmethod
+    @announce_refusals()
+    def execute(cls, vae: Any, cp_config: ParallelRequest | None = None) -> io.NodeOutput:
+        return io.NodeOutput(parallel_vae(vae, checked_request(cp_config)))
+
+
+class CPCLIP(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="CPCLIP",
+            display_name="CP CLIP",
+            category=CATEGORY,
+            description="Makes any node that encodes a prompt use a text encoder in the workers, on the GPU with the "
+            "most room beside the network, with the same result.",
+            search_aliases=["clip text encode", "text encoder", "multi gpu", "t5", "qwen", "context parallel"],
+            inputs=[
+                io.Clip.Input("clip", tooltip="From Load CLIP, DualCLIPLoader or Load Checkpoint."),
+                WORKERS_INPUT,
+            ],
+            outputs=[io.Clip.Output(tooltip="For every node that takes a CLIP.")],
+        )
+
+    @classmethod
+    @announce_refusals()
+    def execute(cls, clip: Any, cp_config: ParallelRequest | None = None) -> io.NodeOutput:
+        if clip is None:
+            raise Refused("clip.none")
+        return io.NodeOutput(parallel_clip(clip, checked_request(cp_config)))
 
 
 class CPDemoModel(io.ComfyNode):

@@ -3,8 +3,6 @@
 Each has exactly the native node's sockets and widgets in its order, read off that node, and one optional socket: for
 CP Parallel Config, whose widgets are the table of parallel_runtime/request.py."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,9 +11,8 @@ from comfy_extras.nodes_custom_sampler import SamplerCustom, SamplerCustomAdvanc
 from nodes import KSampler, KSamplerAdvanced  # type: ignore[attr-defined]  # ComfyUI's module, not our package
 
 from ...parallel_runtime.request import ParallelRequest, Widget, widgets
-from ..describe.host import announce_refusals
+from ..describe.host import announce_refusals, request_from
 from ..remote.sampling_run import guider_on_workers, model_described_late, model_on_workers
-from ..server.settings import request_from
 
 CATEGORY = "model/sampling/context parallel"
 CPConfig = io.Custom("CP_CONFIG")

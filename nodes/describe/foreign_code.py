@@ -1,12 +1,12 @@
 """Finds code that other packs put onto a network itself, or in place of ComfyUI's own code."""
 
-from __future__ import annotations
-
+import dis
 import functools
 import inspect
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from types import FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import comfy.model_management
@@ -15,19 +15,18 @@ from torch import nn
 
 from ...parallel_runtime.architectures.block_patches import sees_each_token
 from ...parallel_runtime.errors import Refused, Sentence, say
-from ...parallel_runtime.loading.code_names import Unsendable, is_comfyui
-from ...parallel_runtime.loading.replaced_code import (
-    Replaced,
-    is_in_a_pack,
-    name_in_pack,
-    replaced_code,
-    replaced_in,
-    replaced_in_network,
-)
+from ...parallel_runtime.loading import replaced_code
+from ...parallel_runtime.loading.code_names import Unsendable, is_comfyui, is_of_a_pack
+from ...parallel_runtime.loading.replaced_code import Replaced, is_in_a_pack, name_in_pack
 from ...parallel_runtime.request import ParallelRequest
 
 GGUF_LAYER = "GGMLLayer"  # of ComfyUI-GGUF
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+NETWORK = "diffusion_model"
+CHANGEABLE = (list, dict, set)
+EVALUATE = ("comfy.conds.", "comfy.hooks.", "comfy.model_base.", "comfy.model_sampling.")  # inside evaluations
+EVALUATING = {"_calc_cond_batch", "can_concat_cond", "cond_cat", "cond_equal_size", "finalize_default_conds",
+              "get_area_and_mult"}  # fmt: skip
 Changes = Iterable[tuple[str, Any]]  # what is changed, and the code that is there
 
 
@@ -53,13 +52,14 @@ class CodeForGood:
 
 def check_loop(replaced: Iterable[Replaced]) -> None:
     """Raises Unsendable for code of the sampling loop that packs have replaced, where workers cannot have theirs."""
-    if reason := next(filter(None, (one.why_unsendable for one in replaced)), None):
-        raise Unsendable(reason.key, **reason.values)
+    for one in replaced:
+        if (reason := one.why_unsendable) is not None:
+            raise Unsendable(reason.key, **reason.values)
 
 
 def check_code(modules: tuple[str, ...]) -> None:
     """Raises Unsendable for code of these modules that another pack has replaced."""
-    for one in replaced_in(modules):
+    for one in replaced_code.replaced_in(modules):
         raise Unsendable("unsendable.code", name=one.name, code=one.by)
 
 
@@ -67,72 +67,56 @@ def replaced_on(model: ModelPatcher) -> list[Replaced]:
     """Returns what packs have replaced of the code that this MODEL's network runs, or that merges its patches."""
     network = model.model.diffusion_model
     native = vars(network).get("network", network)  # of one without weights
-    return replaced_code([native], merging=bool(model.patches), loop=False)
+    return replaced_code.replaced_code([native], merging=bool(model.patches), loop=False)
 
 
 def why_native(model: ModelPatcher, request: ParallelRequest) -> Sentence | None:
     """Says why only ComfyUI's own process can sample this MODEL with what packs have replaced of its code, as workers
     cannot have that, or would have to split the network; None where workers can."""
-    for one in (replaced := replaced_on(model)):
+    replaced = replaced_on(model)
+    for one in replaced:
         if (reason := one.why_unsendable) is not None:
             return reason
-    split = max(request.ring_degree, request.ulysses_degree, request.pipeline_degree) > 1
-    inside = next((one for one in replaced if not one.merges), None)
-    return say("unsendable.split", name=inside.name, code=inside.by) if split and inside else None
+    if max(request.ring_degree, request.ulysses_degree, request.pipeline_degree) > 1:
+        for one in replaced:
+            if not one.merges:
+                return say("unsendable.split", name=one.name, code=one.by)
+    return None
 
 
-def check_model(model: ModelPatcher, *, of_pack: bool) -> None:
+def check_none(changes: Changes) -> None:
+    """Raises Refused for the first of these changes."""
+    for what, code in changes:
+        raise Refused("network.changed", what=what, code=name_in_pack(code))
+
+
+def check_model(model: ModelPatcher, network: nn.Module, *, of_pack: bool) -> None:
     """Raises Refused for a MODEL of another pack's class, unless workers have it too (`of_pack`), and for methods that
-    another pack has put onto it or onto ComfyUI's model around the network."""
-    kind = type(model)
-    _check_none([("the MODEL's class", kind)] if is_in_a_pack(kind) and not of_pack else ())
+    another pack has put onto it or onto ComfyUI's model around the network, or hooks onto a part of the network."""
+    if is_in_a_pack(type(model)) and not of_pack:
+        check_none([("the MODEL's class", type(model))])
     for owner in (model, model.model):
-        _check_none((f"{type(owner).__name__}.{name}", code) for name, code in _methods_on(owner, type(owner)))
+        check_none((f"{type(owner).__name__}.{name}", code) for name, code in _methods_on(owner, type(owner)))
+    for name, module in network.named_modules():
+        check_none(_hooks_on(module, name or type(network).__name__))
 
 
-def check_layers(network: nn.Module, code: CodeForGood) -> None:
-    """Raises Refused for a layer of another pack's class, but for one in this code."""
-    known = [*(one.code for one in code.replaced), *code.in_place.values()]
-    _check_none((name, kind) for name, kind in foreign_layers(network) if not any(kind is one for one in known))
+def check_network(network: nn.Module, remote: nn.Module) -> None:
+    """Raises Refused for what `changes_of` yields of this network, and for a method or hook on `remote` itself, which
+    is called in its place."""
+    check_none(changes_of(network))
+    name = type(remote).__name__
+    check_none([(f"{name}.{method}", code) for method, code in _methods_on(remote, type(remote))])
+    check_none(_hooks_on(remote, name))
 
 
 def layers_of_packs(network: nn.Module) -> list[str]:
     """Returns the first class of other packs' layers, if any, that may not compute each token by itself; those of
     ComfyUI-GGUF do."""
-    kinds = dict.fromkeys(type(module) for module in network.modules())
-    foreign = (kind for kind in kinds if is_in_a_pack(kind))
-    each_token = {kind for kind in kinds if GGUF_LAYER in [base.__name__ for base in kind.__mro__]}
-    return [name_in_pack(kind) for kind in foreign if kind not in each_token][:1]
-
-
-def _patched_now(network: nn.Module) -> set[str]:
-    """Returns what the MODEL that ComfyUI has loaded now replaces in this network: the next one puts it back."""
-    loaded = (one.model for one in comfy.model_management.current_loaded_models)
-    patchers = [one for one in loaded if one is not None and getattr(one.model, "diffusion_model", None) is network]
-    names = {name.removeprefix("diffusion_model.") for one in patchers for name in one.object_patches_backup}
-    return {name if "." in name else f"{type(network).__name__}.{name}" for name in names} | names
-
-
-def check_network(network: nn.Module) -> None:
-    """Raises Refused for what `changes_of` yields."""
-    _check_none(changes_of(network))
-
-
-def check_module(module: nn.Module, name: str) -> None:
-    """Raises Refused for a method or hook on this module itself, without its children."""
-    _check_none([(f"{name}.{method}", code) for method, code in _methods_on(module, type(module))])
-    _check_none(_hooks_on(module, name))
-
-
-def check_hooks(network: nn.Module) -> None:
-    """Raises Refused for a hook of another pack on the network or a part of it."""
-    for name, module in network.named_modules():
-        _check_none(_hooks_on(module, name or type(network).__name__))
-
-
-def _check_none(changes: Changes) -> None:
-    for what, code in changes:
-        raise Refused("network.changed", what=what, code=name_in_pack(code))
+    for kind in dict.fromkeys(type(module) for module in network.modules()):
+        if is_in_a_pack(kind) and GGUF_LAYER not in [base.__name__ for base in kind.__mro__]:
+            return [name_in_pack(kind)]
+    return []
 
 
 def foreign_layers(network: nn.Module) -> Changes:
@@ -155,7 +139,15 @@ def changes_of(network: nn.Module) -> Changes:
             if f"{name}.{method}" not in patched:
                 yield f"{name}.{method}", code
         yield from _hooks_on(module, name)
-    yield from ((one.name, one.code) for one in replaced_in_network(network))
+    yield from ((one.name, one.code) for one in replaced_code.replaced_in_network(network))
+
+
+def _patched_now(network: nn.Module) -> set[str]:
+    """Returns what the MODEL that ComfyUI has loaded now replaces in this network: the next one puts it back."""
+    loaded = (one.model for one in comfy.model_management.current_loaded_models)
+    patchers = [one for one in loaded if one is not None and getattr(one.model, NETWORK, None) is network]
+    names = {name.removeprefix(f"{NETWORK}.") for one in patchers for name in one.object_patches_backup}
+    return {name if "." in name else f"{type(network).__name__}.{name}" for name in names} | names
 
 
 def _hooks_on(module: nn.Module, name: str) -> Changes:
@@ -195,3 +187,47 @@ def _methods(kind: type) -> frozenset[str]:
 
 def _is_foreign(value: Any) -> bool:
     return not is_comfyui(value) or is_in_a_pack(value)
+
+
+def couples_evaluations(replaced: Replaced) -> bool:
+    """May a pack's code around or inside an evaluation of the network keep something for the next one?"""
+    module, _, name = replaced.name.rpartition(".")
+    around = replaced.name.startswith(EVALUATE) or (module == "comfy.samplers" and name in EVALUATING)
+    return around and _keeps(replaced.code, set())
+
+
+def changes_itself(method: FunctionType) -> bool:
+    """May this method of a pack, which may be ComfyUI's own in a class of it, assign to attributes?"""
+    return is_of_a_pack(method) and any(step.opname == "STORE_ATTR" for step in _instructions(method.__code__))
+
+
+def _keeps(function: Any, seen: set[int]) -> bool:
+    """May this function assign to others' variables or attributes, or use what changes? A class may."""
+    if not isinstance(function, FunctionType):
+        return True
+    if not is_of_a_pack(function):  # or one of a pack in a decorator
+        return is_in_a_pack(function)
+    if id(function) in seen:
+        return False
+    seen.add(id(function))
+    for before, step in itertools.pairwise(_instructions(function.__code__)):
+        outer = step.opname == "STORE_DEREF" and step.argval in function.__code__.co_freevars
+        if outer or step.opname == "STORE_GLOBAL":
+            return True
+        owner = (
+            replaced_code.variable(function, before.argval) if before.opname in ("LOAD_GLOBAL", "LOAD_DEREF") else None
+        )
+        used = getattr(owner, step.argval, None) if step.opname in ("LOAD_ATTR", "LOAD_METHOD") else None
+        changed = isinstance(owner, CHANGEABLE) or isinstance(used, (*CHANGEABLE, MethodType))
+        if (owner is not None and step.opname == "STORE_ATTR") or changed:
+            return True
+        if any(_keeps(one, seen) for one in (owner, used) if is_of_a_pack(one) and isinstance(one, FunctionType)):
+            return True
+    return False
+
+
+def _instructions(code: CodeType) -> Iterator[dis.Instruction]:
+    yield from dis.get_instructions(code)
+    for part in code.co_consts:
+        if isinstance(part, CodeType):
+            yield from _instructions(part)

@@ -6,56 +6,32 @@ A LoRA's strength changes `patches_fingerprint`, and with it what is sent again 
 from __future__ import annotations
 
 import inspect
-import json
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from functools import partial
 from itertools import zip_longest
 from types import CodeType
 from typing import Any
 
-import comfy.model_management
-import comfy.sampler_helpers
-import comfy.samplers
-import comfy.sd
 import torch
+from comfy import model_management, sampler_helpers, samplers, sd
 from comfy.controlnet import ControlLora
 from comfy.model_patcher import ModelPatcher
 from torch import nn
 
-from ...parallel_runtime.accelerators import CUDA
-from ...parallel_runtime.architectures import Architecture, architecture_of
-from ...parallel_runtime.architectures.block_patches import attends_each_head, see_all_tokens, sees_each_token
-from ...parallel_runtime.architectures.network_modules import (
-    Load,
-    blocks_of,
-    padding_modes,
-    units_of,
-    why_not_in_patches,
-)
-from ...parallel_runtime.architectures.row_plan import RowArchitecture
+from ...parallel_runtime import accelerators, jobs, specs
+from ...parallel_runtime.architectures import Architecture, architecture_of, block_patches, network_modules, row_plan
 from ...parallel_runtime.errors import Refused
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.group.worker_group import check_size
-from ...parallel_runtime.jobs import Described
-from ...parallel_runtime.loading.code_names import Unsendable, is_comfyui, is_of_a_pack, qualified_name, reference
-from ...parallel_runtime.loading.fingerprint import stat_file
-from ...parallel_runtime.loading.mapped import Mapped, has_dynamic_vram, load_mapped
-from ...parallel_runtime.loading.object_codec import Describer, controls_of
+from ...parallel_runtime.loading import object_codec
+from ...parallel_runtime.loading.code_names import Unsendable, is_of_a_pack, qualified_name
+from ...parallel_runtime.planning import request_checks, run_plan
 from ...parallel_runtime.planning.network_stats import NetworkStats, Work
-from ...parallel_runtime.planning.request_checks import check_run_in_patches
-from ...parallel_runtime.planning.run_plan import PlanInputs
 from ...parallel_runtime.request import ParallelRequest
-from ...parallel_runtime.specs import ModelSpec, SourceFile
-from . import model_patches
-from .batch_coupling import is_batch_coupled, network_couples_images
-from .foreign_code import CodeForGood, check_hooks, check_layers, check_model, layers_of_packs, replaced_on
-from .host import plan_inputs
-from .model_files import Conds, count_residuals, describer, gligens_of, weight_bytes
-from .model_source import changed_attributes, code_in_place, spec_by_node
-from .vae import encode_bytes
+from . import host, model_patches, model_source, network_parts
+from .foreign_code import CodeForGood, check_model, check_none, foreign_layers, layers_of_packs, replaced_on
+from .model_files import Conds, count_residuals, describer, encode_bytes, gligens_of, weight_bytes
 
 GUIDES = "guide_attention_entries"  # of a condition
 
@@ -64,8 +40,8 @@ GUIDES = "guide_attention_entries"  # of a condition
 class DescribedModel:
     """A MODEL in numbers for planning, and as workers get it: `spec`, what they load, and its `weight_patches`."""
 
-    spec: ModelSpec
-    weight_patches: Described
+    spec: specs.ModelSpec
+    weight_patches: jobs.Described
     packs: list[str] = field(default_factory=list)  # those that weight patches have code of, and that code
     code: list[Any] = field(default_factory=list)
     network: nn.Module
@@ -88,7 +64,7 @@ class DescribedModel:
         """Returns this MODEL with its network undivided, because `by`, inside its blocks, needs all tokens."""
         return replace(self, architecture=None, stats=self.stats.undivided(f"{type(self.network).__name__} with {by}"))
 
-    def sampled_by(self, sampler: comfy.samplers.Sampler) -> DescribedModel:
+    def sampled_by(self, sampler: samplers.Sampler) -> DescribedModel:
         """Returns this MODEL under a SAMPLER. One that uses the network itself makes it undivided and batch-coupled."""
         if is_of_a_pack(unwrap_sampler(sampler)) or not uses_network(sampler):  # a pack's: seen as it happens
             return self
@@ -98,18 +74,19 @@ class DescribedModel:
         """Returns this MODEL under these conditions. LTX-2's guides whose strength is not 1 give each query a mask of
         its own, by its place in the whole sequence: the network stays undivided. Where conditions have hooks, ComfyUI
         samples with a copy of the MODEL that has no dynamic VRAM."""
-        dynamic_vram = self.spec.dynamic_vram and not any(map(_has_hooks, conds.values()))
-        described = replace(self, spec=replace(self.spec, dynamic_vram=dynamic_vram))
+        described, has_hooks = self, getattr(sampler_helpers, "cond_has_hooks", None)  # since ComfyUI 0.16
+        if has_hooks is not None and any(has_hooks([(None, cond) for cond in prompt]) for prompt in conds.values()):
+            described = replace(self, spec=replace(self.spec, dynamic_vram=False))
         guides = [guide for prompt in conds.values() for cond in prompt for guide in cond.get(GUIDES) or ()]
         masked = any(guide["strength"] != 1 or guide.get("pixel_mask") is not None for guide in guides)
         return described.undivided("guides whose strength is not 1") if masked else described
 
     def with_models_of(self, conds: Conds) -> DescribedModel:
         """Returns this MODEL in a run with these conditions' ControlNets and GLIGEN models, on every worker."""
-        controls, gligens = controls_of(conds), gligens_of(conds)
+        controls, gligens = object_codec.controls_of(conds), gligens_of(conds)
         if not controls and not gligens:
             return self
-        sizes = (comfy.model_management.module_size(gligen.model) for gligen in gligens)
+        sizes = (model_management.module_size(gligen.model) for gligen in gligens)
         more: dict[str, Any] = {
             "weight_bytes": self.stats.weight_bytes + weight_bytes(controls) + sum(sizes),
             "residuals": count_residuals(controls, self.stats.layers),
@@ -119,7 +96,7 @@ class DescribedModel:
         coupled = self.stats.images_coupled or bool(gligens)
         return replace(self, stats=replace(self.stats, **more, images_coupled=coupled))
 
-    def with_vaes(self, vaes: Sequence[comfy.sd.VAE], latent: tuple[int, ...]) -> DescribedModel:
+    def with_vaes(self, vaes: Sequence[sd.VAE], latent: tuple[int, ...]) -> DescribedModel:
         """Returns this MODEL where all workers encode with these VAEs, for a `latent` [B, C, (T,) H, W]."""
         if not vaes:
             return self
@@ -151,10 +128,10 @@ class DescribedModel:
 
     def inputs(
         self, request: ParallelRequest, work: Work | None = None, *, guided: bool = False, batch_coupled: bool = False
-    ) -> PlanInputs:
+    ) -> run_plan.PlanInputs:
         """Returns PlanInputs on this machine."""
         network = self.stats if work is None else work.network  # that of `work` has the models of its conditions
-        return plan_inputs(request, network=network, work=work, guided=guided, batch_coupled=batch_coupled)
+        return host.plan_inputs(request, network=network, work=work, guided=guided, batch_coupled=batch_coupled)
 
     def check_patches(
         self, request: ParallelRequest, latent_shape: tuple[int, ...], text: int, steps: int | None = None
@@ -162,7 +139,7 @@ class DescribedModel:
         """Raises Refused for a latent or a run that cannot be sampled in patches."""
         if self.architecture is not None:
             main = self.tokens(latent_shape, text).get(self.architecture.plan.main_stream, 0)
-            check_run_in_patches(request, main, steps)
+            request_checks.check_run_in_patches(request, main, steps)
 
     def tokens(self, latent_shape: tuple[int, ...], text: int) -> dict[str, int]:
         """Returns the tokens of each stream, for a latent [B, C, (T,) H, W] and a prompt of `text` tokens."""
@@ -172,14 +149,9 @@ class DescribedModel:
         tokens = sum(self.tokens(latent_shape, text).values())
         recorded = self.recorded and not cached
         work = self.stats.work(latent_shape[0], tokens, prompts=prompts, cached=cached, recorded=recorded)
-        if not isinstance(self.architecture, RowArchitecture):
+        if not isinstance(self.architecture, row_plan.RowArchitecture):
             return work
         return replace(work, row_ranks=self.architecture.row_ranks(self.network, latent_shape))
-
-
-def _has_hooks(prompt: list[dict[str, Any]]) -> bool:
-    has_hooks = getattr(comfy.sampler_helpers, "cond_has_hooks", None)  # since ComfyUI 0.16
-    return has_hooks is not None and has_hooks([(None, cond) for cond in prompt])
 
 
 def describe_model(model: ModelPatcher, request: ParallelRequest) -> DescribedModel:
@@ -188,33 +160,33 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> DescribedMo
     model_patches.check_network_patches(model)
     cast = model.object_patches.get("manual_cast_dtype")
     requested_dtype = dtype if dtype != "auto" else "" if cast is None else str(cast).removeprefix("torch.")
-    spec = model_spec(model)
+    spec = model_source.model_spec(model)
     network = model_patches.native_network(model)
     attributes, code = _compared(model, spec)
     undivided_by = [*(layers_of_packs(network) if spec.weights_fingerprint else ()), *code.inside[:1]]
     runtime.first_seen[network] = spec.files
     architecture = architecture_of(network)
     options = model.model_options["transformer_options"]
-    by_rows, overridden = isinstance(architecture, RowArchitecture), model_patches.OVERRIDE in options
-    undivided_by += [] if by_rows else see_all_tokens(options.get("patches", {}))
-    undivided_by += padding_modes(network) if attributes else []
-    if overridden and not attends_each_head(options[model_patches.OVERRIDE]):
+    by_rows, overridden = isinstance(architecture, row_plan.RowArchitecture), model_patches.OVERRIDE in options
+    undivided_by += [] if by_rows else block_patches.see_all_tokens(options.get("patches", {}))
+    undivided_by += network_modules.padding_modes(network) if attributes else []
+    if overridden and not block_patches.attends_each_head(options[model_patches.OVERRIDE]):
         undivided_by.append(f"the attention {qualified_name(options[model_patches.OVERRIDE])}")
     methods = model_patches.replaced_methods(model)
-    whole = [name for name, method in methods.items() if not sees_each_token(method)]
+    whole = [name for name, method in methods.items() if not block_patches.sees_each_token(method)]
     undivided_by += whole[:1]  # a chain of many would say no more
     compiled = model_patches.compilation(model, request.compile)
     if by_rows and compiled is not None:
         undivided_by.append("torch.compile")
     comfyui_dtype = cast or model.model.get_dtype_inference()
-    batch_coupled = bool(methods) or code.couples or is_batch_coupled(model, model.model_options)
+    batch_coupled = bool(methods) or code.couples or model_patches.is_batch_coupled(model, model.model_options)
     patch_models = dict.fromkeys(patch.model for patch in model.model_patches_models())
-    weight_bytes = sum(map(comfy.model_management.module_size, [network, *patch_models]))
+    weight_bytes = sum(map(model_management.module_size, [network, *patch_models]))
     item_bytes = (comfyui_dtype if dtype == "auto" else getattr(torch, dtype)).itemsize
     stats = network_stats_of(network, architecture, weight_bytes, item_bytes)
     stats = replace(stats, no_lse=stats.no_lse or model_patches.without_lse(model, request))
     patches_describer = describer()
-    graphs = request.options.cuda_graphs != "off" and comfy.model_management.get_torch_device().type == CUDA.kind
+    graphs = request.options.cuda_graphs != "off" and model_management.get_torch_device().type == accelerators.CUDA.kind
     described = DescribedModel(
         spec=replace(
             spec,
@@ -238,90 +210,24 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> DescribedMo
     return described.undivided(", ".join(undivided_by)) if undivided_by else described
 
 
-def _compared(model: ModelPatcher, spec: ModelSpec) -> tuple[str, CodeForGood]:
+def _compared(model: ModelPatcher, spec: specs.ModelSpec) -> tuple[str, CodeForGood]:
     """Returns what MODEL's network has, and what its file or node gives has not: plain attributes, in JSON, and code of
     packs. Raises Refused for all else that differs."""
     network = model_patches.native_network(model)
     by_node = bool(spec.weights_fingerprint)  # workers have the pack's layers too
-    check_model(model, of_pack=by_node)
-    check_hooks(network)
-    load_again = partial(_load_again, model)
-    attributes = spec.attributes if by_node else changed_attributes(model, spec.title, load_again)
-    code = CodeForGood(replaced_on(model), code_in_place(model))
+    check_model(model, network, of_pack=by_node)
+    attributes = spec.attributes
     if not by_node:
-        check_layers(network, code)
+        attributes = network_parts.changed_attributes(model, spec.title, partial(model_source.load_again, model))
+    code = CodeForGood(replaced_on(model), network_parts.code_in_place(model))
+    if not by_node:
+        known = [*(one.code for one in code.replaced), *code.in_place.values()]
+        layers = [(name, kind) for name, kind in foreign_layers(network) if not any(kind is one for one in known)]
+        check_none(layers)
     return attributes, code
 
 
-def model_spec(model: ModelPatcher) -> ModelSpec:
-    """Returns the call that loads this MODEL's network, without patches. Raises Refused where that is unknown."""
-    model = model_patches.native_model(model)
-    init = getattr(model, "cached_patcher_init", None)
-    if init is None or not is_comfyui(init[0]):
-        spec = spec_by_node(model)
-        _check_first_seen(model, spec.files)
-        return spec
-    loader, arguments, *index = init
-    files = _files(model, arguments)
-    try:
-        name = reference(loader, "the loader")
-    except Refused as refused:
-        raise Refused("loader.foreign", reason=refused.sentence) from None
-    arguments = _with_dtype(loader, arguments, model.model.get_dtype())
-    return ModelSpec(
-        loader=name,
-        arguments=json.dumps(arguments, sort_keys=True, default=partial(argument_to_json, loader)),
-        index=index[0] if index else None,
-        files=files,
-        weight_dtype=str(model.model.get_dtype()).removeprefix("torch."),
-        dynamic_vram=has_dynamic_vram(),
-    )
-
-
-def _load_again(model: ModelPatcher) -> Mapped:
-    """Returns MODEL as its file gives it, with weights that are views of the mapped file."""
-    assert model.cached_patcher_init is not None
-    loader, arguments, *index = model.cached_patcher_init
-    arguments = _with_dtype(loader, arguments, model.model.get_dtype())
-    return load_mapped(Mapped, loader, arguments, index[0] if index else None)
-
-
-def _with_dtype(loader: Callable[..., Any], arguments: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
-    """Adds the dtype that ComfyUI chose by its own free memory to the arguments: workers must not choose another."""
-    bound = inspect.signature(loader).bind(*arguments)
-    if "model_options" in inspect.signature(loader).parameters:
-        bound.arguments["model_options"] = {**bound.arguments.get("model_options", {}), "dtype": dtype}
-    bound.apply_defaults()
-    return bound.args
-
-
-def argument_to_json(loader: Callable[..., Any], value: Any) -> dict[str, str]:
-    """Returns a dtype or enum as JSON, for worker/comfy_loop/comfy_model.py. Raises Refused for other objects."""
-    if isinstance(value, torch.dtype):
-        return {"torch.dtype": str(value).removeprefix("torch.")}
-    if isinstance(value, Enum):
-        return {"enum": reference(type(value), "the loader"), "name": value.name}
-    raise Refused("loader.argument", loader=qualified_name(loader), thing=qualified_name(type(value)))
-
-
-def _files(model: ModelPatcher, arguments: tuple[Any, ...]) -> tuple[SourceFile, ...]:
-    """Returns the files among the arguments. Raises Refused where one has changed since MODEL was first seen."""
-    named = [value for value in arguments if isinstance(value, str)]
-    paths = [name for name in named if os.path.isabs(name) and os.path.splitext(name)[1]]
-    for path in paths:
-        if not os.path.exists(path):
-            raise Refused("model.gone", path=path)
-    files = tuple(stat_file(path) for path in paths if os.path.isfile(path))
-    _check_first_seen(model, files)
-    return files
-
-
-def _check_first_seen(model: ModelPatcher, files: tuple[SourceFile, ...]) -> None:
-    if runtime.first_seen.get(model_patches.native_network(model), files) != files:
-        raise Refused("model.changed", path=files[0].path)
-
-
-def describe_weight_patches(model: ModelPatcher, patches_describer: Describer) -> Described:
+def describe_weight_patches(model: ModelPatcher, patches_describer: object_codec.Describer) -> jobs.Described:
     """Describes weight patches (LoRA, merged models, adapters) by weight. Raises Refused for what cannot be sent."""
     described: dict[str, Any] = {}
     try:
@@ -339,11 +245,11 @@ def network_stats_of(
     stats = NetworkStats(
         name=type(network).__name__, divisible=False, step_cacheable=False, heads=1,
         weights=sum(parameter.numel() for parameter in network.parameters()),
-        weight_bytes=weight_bytes, item_bytes=item_bytes, images_coupled=network_couples_images(network),
+        weight_bytes=weight_bytes, item_bytes=item_bytes, images_coupled=model_patches.network_couples_images(network),
     )  # fmt: skip
     if architecture is None:
         return stats
-    plan, size = architecture.plan, comfy.model_management.module_size
+    plan, size = architecture.plan, model_management.module_size
     return replace(
         stats,
         name=architecture.name,
@@ -353,20 +259,23 @@ def network_stats_of(
         heads=architecture.heads(network),
         layers=architecture.layers(network),
         width=architecture.width(network),
-        blocks=tuple(map(size, blocks_of(network, plan))),
-        loads=tuple(Load(sum(size(ref.block) for ref in unit), len(unit)) for unit in units_of(network, plan)),
-        why_not_in_patches=why_not_in_patches(plan),
-        row_levels=architecture.row_levels(network) if isinstance(architecture, RowArchitecture) else (),
+        blocks=tuple(map(size, network_modules.blocks_of(network, plan))),
+        loads=tuple(
+            network_modules.Load(sum(size(ref.block) for ref in unit), len(unit))
+            for unit in network_modules.units_of(network, plan)
+        ),
+        why_not_in_patches=network_modules.why_not_in_patches(plan),
+        row_levels=architecture.row_levels(network) if isinstance(architecture, row_plan.RowArchitecture) else (),
     )
 
 
-def uses_network(sampler: comfy.samplers.Sampler) -> bool:
+def uses_network(sampler: samplers.Sampler) -> bool:
     """Does the code of a SAMPLER use more of the network than its evaluation?"""
     code = getattr(unwrap_sampler(sampler), "__code__", None)
     return code is not None and _names(code, "diffusion_model")
 
 
-def unwrap_sampler(sampler: comfy.samplers.Sampler) -> Any:
+def unwrap_sampler(sampler: samplers.Sampler) -> Any:
     return inspect.unwrap(getattr(sampler, "sampler_function", sampler.sample))
 
 

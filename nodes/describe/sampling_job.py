@@ -1,13 +1,11 @@
 """Describes one run of a guider and sampler for the workers, and refuses what nobody could run."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
-import comfy.model_management
 import comfy.samplers
 from comfy.hooks import EnumHookType
 from comfy.model_patcher import ModelPatcher
@@ -18,27 +16,20 @@ from ...parallel_runtime.architectures.split_plan import SplitLike
 from ...parallel_runtime.errors import Refused
 from ...parallel_runtime.group.worker_group import check_size
 from ...parallel_runtime.jobs import TWO_MODEL_GUIDERS, SamplingJob
-from ...parallel_runtime.loading.code_names import (
-    Unsendable,
-    check_usable,
-    files_of,
-    home_of,
-    in_import_order,
-    is_of_a_pack,
-    pack_reference,
-    packs_named,
-    qualified_name,
-    reference,
-)
+from ...parallel_runtime.loading import code_names, pack_states, random_states, replaced_code
+from ...parallel_runtime.loading.code_names import Unsendable, is_of_a_pack, packs_named, qualified_name, reference
 from ...parallel_runtime.loading.object_codec import Describer, rebuild
-from ...parallel_runtime.loading.pack_states import reached, read_by, set_variables, short, state, unequal
-from ...parallel_runtime.loading.random_states import generator_kind, random_states
-from ...parallel_runtime.loading.replaced_code import replaced_in_loop
-from .batch_coupling import changes_itself, couples_by_masks, couples_evaluations, is_batch_coupled
-from .foreign_code import check_loop
+from .foreign_code import changes_itself, check_loop, couples_evaluations
 from .model import DescribedModel
 from .model_files import Conds, describer, gligens_of
-from .model_patches import describe_functions, describe_options, without_compiled, wrappers_of
+from .model_patches import (
+    couples_by_masks,
+    describe_functions,
+    describe_options,
+    is_batch_coupled,
+    without_compiled,
+    wrappers_of,
+)
 
 TakeBack = Callable[[dict[str, Any]], None]
 LATENT_DIMS = {1: ("length",), 2: ("height", "width"), 3: ("frames", "height", "width")}  # by a latent's dimensions
@@ -69,10 +60,6 @@ class OuterSample:
         """The shape [B, C, (T,) H, W] of the first latent."""
         return tuple(self.latent_shapes[0] if self.latent_shapes else self.noise.shape)
 
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, field.name) for field in fields(self))
-
 
 def describe_job(
     guider: comfy.samplers.CFGGuider, described: DescribedModel, call: OuterSample
@@ -90,7 +77,7 @@ def describe_job(
     if (partner := partner_of(guider)) is not None and described.partner is not None:
         merged.append(described.partner)
         patchers[partner] = partner.model_options
-    replaced = [*replaced_in_loop(), *(code for one in merged for code in one.code_for_good.replaced)]
+    replaced = [*replaced_code.replaced_in_loop(), *(code for one in merged for code in one.code_for_good.replaced)]
     check_loop(replaced)
     models = [describe_on_model(*each, parts, one) for each, one in zip(patchers.items(), merged, strict=True)]
     sent = {
@@ -102,8 +89,8 @@ def describe_job(
     code = [*parts.code, guider, *(code for one in merged for code in one.code), *(one.code for one in replaced)]
     variables, states, packs = _describe_variables(code, parts)
     packs = [*parts.packs, *packs_named(kind), *packs, *(pack for one in (*merged, *replaced) for pack in one.packs)]
-    packs = in_import_order(dict.fromkeys(packs))
-    check_usable(packs)
+    packs = code_names.in_import_order(dict.fromkeys(packs))
+    code_names.check_usable(packs)
     coupled = described.batch_coupled or parts.names_network or any(map(couples_evaluations, replaced))
     job = SamplingJob(
         guider=kind,
@@ -116,20 +103,20 @@ def describe_job(
         mask=mask,
         sigmas=call.sigmas,
         seed=call.seed,
-        random_states=random_states(model.load_device),
-        generator_kind=generator_kind(model.load_device),
+        random_states=random_states.random_states(model.load_device),
+        generator_kind=random_states.generator_kind(model.load_device),
         weight_patches=[one.weight_patches for one in merged],
         batch_coupled=coupled or is_batch_coupled(model, options) or couples_by_masks(network, mask),
         runs_changed_code=described.runs_changed_code,
         images_coupled=described.stats.images_coupled or bool(gligens_of(guider.conds)),
         latent_shapes=[list(shape) for shape in call.latent_shapes or ()] if several else None,
-        pack_files=files_of(packs),
+        pack_files=code_names.files_of(packs),
     )
 
     def take_back(result: dict[str, Any]) -> None:
         parts.take_back(result["changes"])
         vars(guider).update(attributes)
-        set_variables(rebuild(result["globals"]), in_place=True)
+        pack_states.set_variables(rebuild(result["globals"]), in_place=True)
 
     return job, take_back, parts
 
@@ -137,13 +124,13 @@ def describe_job(
 def _describe_variables(code: list[Any], parts: Describer) -> tuple[dict[str, Any], dict[str, str], list[str]]:
     """Describes the variables of packs that their code reads; also returns the states of those that are not sent, and
     the packs. Raises Unsendable."""
-    found = [*reached(code)]
-    plain, objects = read_by(found)
+    found = [*pack_states.reached(code)]
+    plain, objects = pack_states.read_by(found)
     sent: dict[str, Any] = {"globals": parts.describe(plain, "the packs' global variables")}
-    others = objects.keys() & unequal
-    sent["objects"] = [[name, parts.describe(objects[name], short(name), of_pack=True)] for name in others]
-    states = {name: state(value) for name, value in objects.items() if name not in unequal}
-    homes = (pack_reference(home_of(one)) or "" for one in found)
+    others = objects.keys() & pack_states.unequal
+    sent["objects"] = [[name, parts.describe(objects[name], pack_states.short(name), of_pack=True)] for name in others]
+    states = {name: pack_states.state(value) for name, value in objects.items() if name not in pack_states.unequal}
+    homes = (code_names.pack_reference(code_names.home_of(one)) or "" for one in found)
     return sent, states, [pack for name in (*homes, *plain, *objects) for pack in packs_named(name)]
 
 
@@ -208,21 +195,16 @@ def describe_on_model(
         describer.network_paths.pop(id(module), None)
     objects = {"model_sampling": model.get_model_object("model_sampling"), **in_place, **without_compiled(model)}
     objects.pop("manual_cast_dtype", None)  # DescribedModel has it
-    return [
+    sent = [
         describer.describe(objects, "the MODEL"),
         describe_options(options, describer),
         describe_functions(options["transformer_options"].get("wrappers", {}), "wrapper", describer),
-        [*describe_functions(callbacks, "callback", describer), *_describe_clone_callbacks(model, describer)],
+        describe_functions(callbacks, "callback", describer),
     ]
-
-
-def _describe_clone_callbacks(model: ModelPatcher, describer: Describer) -> list[list[Any]]:
-    """Describes what is called as a MODEL is cloned. ComfyUI clones none in a run, so that a worker can do without."""
-    groups = {kind: groups for kind, groups in model.callbacks.items() if kind == CallbacksMP.ON_CLONE}
-    try:
-        return describe_functions(groups, "callback", describer)
-    except Unsendable:
-        return []
+    with suppress(Unsendable):  # ComfyUI clones no MODEL in a run, so that a worker can do without
+        on_clone = {kind: groups for kind, groups in model.callbacks.items() if kind == CallbacksMP.ON_CLONE}
+        sent[-1] += describe_functions(on_clone, "callback", describer)
+    return sent
 
 
 def describe_conds(conds: Conds, describer: Describer) -> Any:
@@ -261,7 +243,7 @@ def text_tokens(conds: Conds) -> int:
 def check_token_patches(guider: comfy.samplers.CFGGuider, described: DescribedModel, patches: int) -> None:
     """Raises Refused where something on the guider's MODEL, or in its model options or prompts, needs all tokens of an
     evaluation at once; also for a prompt's mask that would be split like its tokens."""
-    options, conds = guider.model_options, guider.conds
+    options = guider.model_options
     inside = options.get("transformer_options", {})
     kinds = [kind for kind, functions in inside.get("patches", {}).items() if functions]
     wrappers = wrappers_of(guider.model_patcher, options, WrappersMP.DIFFUSION_MODEL)
@@ -274,9 +256,9 @@ def check_token_patches(guider: comfy.samplers.CFGGuider, described: DescribedMo
     }
     if named := [name for name, value in present.items() if value]:
         raise Refused("patches.model", widget="patches", patches=patches, things="; ".join(named))
-    architecture = described.architecture
-    args = [arg for module in architecture.plan.module_plans for arg in module.args.items()] if architecture else []
-    split_masks = any("mask" in str(name) and isinstance(spec, SplitLike) for name, spec in args)
-    for name, prompt in conds.items():
-        if split_masks and any(cond.get("attention_mask") is not None for cond in prompt):
-            raise Refused("conds.mask", widget="patches", prompt=name, patches=patches)
+    plans = described.architecture.plan.module_plans if described.architecture else ()
+    args = [arg for module in plans for arg in module.args.items()]
+    if any("mask" in str(name) and isinstance(spec, SplitLike) for name, spec in args):
+        for name, prompt in guider.conds.items():
+            if any(cond.get("attention_mask") is not None for cond in prompt):
+                raise Refused("conds.mask", widget="patches", prompt=name, patches=patches)

@@ -7,25 +7,22 @@ on "Unload models" and on /free it unloads the workers' models like any other.
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import logging
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import comfy.model_management
 import torch
+from comfy import model_management
 from comfy.model_patcher import ModelPatcher
 
 from ...parallel_runtime.errors import ParallelError
-from ...parallel_runtime.group.machines import limits_by_worker
+from ...parallel_runtime.group import machines, worker_group
 from ...parallel_runtime.group.runtime import runtime
-from ...parallel_runtime.group.worker_group import WorkerGroup
+from ...parallel_runtime.planning import resolve, run_plan
 from ...parallel_runtime.planning.memory_model import GIB, Capacity
-from ...parallel_runtime.planning.resolve import EncoderPlacement
-from ...parallel_runtime.planning.run_plan import Estimate
 from ...parallel_runtime.request import AfterSampling, ParallelRequest
 from ...parallel_runtime.specs import ModelSpec, Placement, WeightPlacement
 
@@ -34,7 +31,6 @@ log = logging.getLogger(__name__)
 CPU = torch.device("cpu")
 LIMIT = "CP_MEMORY_GIB"  # GiB that a worker may take of its device; unset: all that is free, on the CPU no limit
 MAX_GIB = 2.0**20
-ALL_BYTES = 1e30  # ComfyUI's number for unloading everything
 
 
 class WeightlessPatcher(ModelPatcher):
@@ -104,13 +100,13 @@ _counted: list[GroupModel] = []
 class GroupModel:
     """A model or VAE of a worker group. `group.models` lists it from before it is loaded until it is unloaded."""
 
-    group: WorkerGroup
+    group: worker_group.WorkerGroup
     spec: ModelSpec
     weights: WeightPlacement
-    needed: Estimate
+    needed: run_plan.Estimate
     patchers: list[WorkerModelPatcher] = field(default_factory=list)
     unload_after_run: bool = False  # ComfyUI unloaded it in the middle of a run
-    encoder: EncoderPlacement | None = None  # of a text encoder
+    encoder: resolve.EncoderPlacement | None = None  # of a text encoder
 
     def __post_init__(self) -> None:
         for device, size in sum_by_device(self.group.placement, self.needed.weight_bytes_by_rank).items():
@@ -134,7 +130,7 @@ class GroupModel:
             if not any(graph_bytes):
                 return {}
             log.info("[CP] evicting the model's CUDA graphs from the workers: their memory is needed")
-            with contextlib.suppress(ParallelError):
+            with suppress(ParallelError):
                 group.evict_graphs(self.spec)
             return sum_by_device(group.placement, graph_bytes)
 
@@ -146,7 +142,7 @@ class GroupModel:
             if group is None or group.in_run or not listed:
                 return 0
             before = self._resident_bytes(ranks)
-            with contextlib.suppress(ParallelError):
+            with suppress(ParallelError):
                 group.give_back(self.spec, ranks, -(-nbytes // len(ranks)))
             freed = max(0, before - self._resident_bytes(ranks))
             log.info("[CP] the workers gave back %.1f GiB of %s: the next run loads them again", freed / GIB, device)
@@ -173,9 +169,8 @@ class GroupModel:
                 del self.group.models[self.spec]
             if listed and group is not None:
                 if after != "keep":
-                    doing = "unloading the workers' model" if after == "unload" else "offloading the workers' model"
-                    log.info("[CP] %s", doing)
-                with contextlib.suppress(ParallelError):
+                    log.info("[CP] %sing the workers' model", after)
+                with suppress(ParallelError):
                     group.free(self.spec, after)
             return listed
 
@@ -188,7 +183,7 @@ def free_model(spec: ModelSpec, request: ParallelRequest | None) -> None:
         model.free(request.after_sampling)
 
 
-def room_bytes(group: WorkerGroup, spec: ModelSpec) -> list[int | None]:
+def room_bytes(group: worker_group.WorkerGroup, spec: ModelSpec) -> list[int | None]:
     """Returns the bytes of its device that each worker of this machine may take for a model, with those that it has of
     it, beside all others that are loaded; None where nothing limits them."""
     placement = group.placement
@@ -205,7 +200,7 @@ def room_bytes(group: WorkerGroup, spec: ModelSpec) -> list[int | None]:
     return [max(0, bytes_now + own) for bytes_now, own in zip(free, held, strict=True)]
 
 
-def capacity_for(placement: Placement, group: WorkerGroup | None, spec: ModelSpec) -> Capacity:
+def capacity_for(placement: Placement, group: worker_group.WorkerGroup | None, spec: ModelSpec) -> Capacity:
     """Returns the memory for a model: what each worker measured last as free, and what it already holds of this model,
     which can be reused; without a `group`, what is free on this machine. CP_MEMORY_GIB limits it."""
     readings = group.readings if group is not None else ()
@@ -217,10 +212,15 @@ def capacity_for(placement: Placement, group: WorkerGroup | None, spec: ModelSpe
     if placement.devices[0] == "cpu":
         return Capacity(host_bytes=host)
     sharing = Counter(placement.devices)
-    free = {device: free_bytes(torch.device(device), group) for device in sharing}
-    for device, reading in zip(group.placement.devices if group is not None else (), readings, strict=False):
-        if device in free:
-            free[device] += reading.graphs.bytes  # CUDA graphs are evicted where memory is missing
+    free = dict.fromkeys(sharing, 0)
+    for name in sharing:
+        # Of all models that ComfyUI would unload, the workers' included, the bytes count as free.
+        device = torch.device(name)
+        loaded = [one for one in model_management.current_loaded_models if one.device == device]
+        free[name] = _now_free_bytes(device, group) + sum(one.model_loaded_memory() for one in loaded)
+    for name, reading in zip(group.placement.devices if group is not None else (), readings, strict=False):
+        if name in free:
+            free[name] += reading.graphs.bytes  # CUDA graphs are evicted where memory is missing
     local = [free[device] // sharing[device] for device in placement.devices]
     same = group is not None and group.placement == placement
     remote = [reading.free_bytes + reading.rank_bytes for reading in readings[len(local) :]] if same else []
@@ -229,53 +229,36 @@ def capacity_for(placement: Placement, group: WorkerGroup | None, spec: ModelSpe
 
 def user_limits(workers: int) -> tuple[int, ...]:
     """Returns the user's limit in bytes (CP_MEMORY_GIB) for each of `workers`; an empty tuple without a limit."""
-    limits = limits_by_worker(LIMIT, "number of GiB", workers)
+    limits = machines.limits_by_worker(LIMIT, "number of GiB", workers)
     return tuple(int(min(number, MAX_GIB) * GIB) for number in limits)
 
 
-def free_bytes(device: torch.device, group: WorkerGroup | None) -> int:
-    """Returns a device's free bytes, with those of all models that ComfyUI would unload, the workers' included."""
-    loaded = comfy.model_management.current_loaded_models
-    unloadable = sum(model.model_loaded_memory() for model in loaded if model.device == device)
-    return _now_free_bytes(device, group) + unloadable
-
-
-def _now_free_bytes(device: torch.device, group: WorkerGroup | None) -> int:
+def _now_free_bytes(device: torch.device, group: worker_group.WorkerGroup | None) -> int:
     """Returns what is free on a device: as its workers say, but on ComfyUI's own. To ask for another one opens a CUDA
     context there, which takes half a GiB as long as ComfyUI runs."""
     ranks = zip(group.placement.devices, group.readings, strict=False) if group is not None else ()
     said = [reading.free_bytes for name, reading in ranks if name == str(device)]
-    if said and device != comfy.model_management.get_torch_device():
+    if said and device != model_management.get_torch_device():
         return min(said)
-    return int(comfy.model_management.get_free_memory(device))
+    return int(model_management.get_free_memory(device))
 
 
 def make_room(patcher: WorkerModelPatcher, workspace_bytes: int) -> None:
     """Lists a model of the workers as loaded, after ComfyUI has freed its device for it and `workspace_bytes`. Where
     only workers are on that device ComfyUI has nothing to free, and would open a CUDA context to find that out."""
-    loaded, own = comfy.model_management.current_loaded_models, comfy.model_management.get_torch_device()
+    loaded, own = model_management.current_loaded_models, model_management.get_torch_device()
     gone = [one for one in _counted if not one.group.alive or one.group.models.get(one.spec) is not one]
     loaded[:] = [one for one in loaded if all(one.model not in model.patchers for model in gone)]
     _counted[:] = [model for model in _counted if model not in gone]
     on_device = [one for one in loaded if one.device == patcher.load_device]
     if patcher.load_device == own or not all(isinstance(one.model, WorkerModelPatcher) for one in on_device):
-        comfy.model_management.load_models_gpu([patcher], memory_required=workspace_bytes)
+        model_management.load_models_gpu([patcher], memory_required=workspace_bytes)
         return
     listed = next((one for one in on_device if one.model is patcher), None)
     if listed is None:
-        listed = comfy.model_management.LoadedModel(patcher)
+        listed = model_management.LoadedModel(patcher)
         listed.model_load()
     else:
         loaded.remove(listed)
         patcher.partially_load(patcher.load_device)
     loaded.insert(0, listed)
-
-
-def unload_comfyui_models(devices: Collection[str], protected: Sequence[ModelPatcher]) -> None:
-    """Has ComfyUI unload all models but `protected` from these devices, and frees the memory of dead models."""
-    loaded = comfy.model_management.current_loaded_models
-    keep = [model for model in loaded if any(model.model is patcher for patcher in protected)]
-    for device in dict.fromkeys(devices):
-        comfy.model_management.free_memory(ALL_BYTES, torch.device(device), keep)
-    gc.collect()
-    comfy.model_management.soft_empty_cache()

@@ -3,12 +3,9 @@
 The node that compares is expanded into copies of these samplers. The name of a copy says that it is one, so nothing is
 switched on that a cancelled run could leave switched on."""
 
-from __future__ import annotations
-
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -169,8 +166,17 @@ def compared(
                 callback(step, x0, x, total)
 
         noise, latent, sigmas = call.noise * (1 + eps), call.latent_image * (1 + eps), call.sigmas[: steps + 1]
-        with _unchanged(guider):
+        device, attributes = guider.model_patcher.load_device, dict(vars(guider))
+        states = random_states(device)
+        runtime.history.purpose = "compare"
+        guider.conds = {name: [dict(cond) for cond in prompt] for name, prompt in guider.conds.items()}
+        try:
             made["x"] = run(replace(call, noise=noise, latent_image=latent, sigmas=sigmas, callback=note))
+        finally:  # what a run changes of the guider, and the random generators, are put back
+            runtime.history.purpose = ""
+            vars(guider).clear()
+            vars(guider).update(attributes)
+            set_random_states(states, device)
         return made
 
     workers = sampled(on_workers)
@@ -181,22 +187,6 @@ def compared(
         found = replace(found, moved=moved)
     _found.setdefault(compared_sampler() or "", []).append(found)
     return native["x"]
-
-
-@contextmanager
-def _unchanged(guider: CFGGuider) -> Iterator[None]:
-    """Puts back what a run changes of the guider, and the random generators."""
-    device = guider.model_patcher.load_device
-    states, attributes = random_states(device), dict(vars(guider))
-    runtime.history.purpose = "compare"
-    guider.conds = {name: [dict(cond) for cond in prompt] for name, prompt in guider.conds.items()}
-    try:
-        yield
-    finally:
-        runtime.history.purpose = ""
-        vars(guider).clear()
-        vars(guider).update(attributes)
-        set_random_states(states, device)
 
 
 def _apart(made: dict[str, Tensor], native: dict[str, Tensor]) -> tuple[float, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -11,40 +12,38 @@ from functools import cache
 from threading import Event, Lock
 from typing import Any
 
-import comfy.model_management
 import comfy.utils
+import torch
+from comfy import model_management
 from comfy.model_management import throw_exception_if_processing_interrupted as check_interrupt
 from comfy_execution.utils import get_executing_context
 
 from ...parallel_runtime.errors import ParallelError, Refused, WorkerDied, WorkerFailed, WorkerLost, say
 from ...parallel_runtime.explain.plan_words import compared, why_replicated
-from ...parallel_runtime.group.history import LeasedFor, Size
-from ...parallel_runtime.group.launch import POLL_SECONDS
+from ...parallel_runtime.group import history, launch
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.group.worker_group import OnStep, Result, Watch, WorkerGroup
 from ...parallel_runtime.jobs import Job
-from ...parallel_runtime.planning.candidates import default_plan
-from ...parallel_runtime.planning.memory_model import GIB, Shortage, shortage
-from ...parallel_runtime.planning.network_stats import Work
+from ...parallel_runtime.planning import candidates, memory_model, network_stats, seconds
 from ...parallel_runtime.planning.resolve import alternatives, best_plan, resolve, why_unfit
 from ...parallel_runtime.planning.run_plan import Estimate, PlanInputs, RunPlan
-from ...parallel_runtime.planning.seconds import times_as_fast
 from ...parallel_runtime.request import AfterSampling, ParallelRequest, are_automatic
 from ...parallel_runtime.specs import ModelSpec, Placement
 from ..describe.host import comfy_setup
-from .comfy_memory import LIMIT, GroupModel, capacity_for, make_room, sum_by_device, unload_comfyui_models, user_limits
+from .comfy_memory import LIMIT, GroupModel, capacity_for, make_room, sum_by_device, user_limits
 
 log = logging.getLogger(__name__)
 
 KINDS_PER_DOUBLING = 8  # kinds of runs for each doubling of the tokens: a smaller difference is the same kind
 LESS = 0.9  # of the bytes that a plan counted for a worker is the next plan's limit once the worker ran out of memory
 _in_thread = Lock()  # held while a lease is `taken_over`
+ALL_BYTES = 1e30  # ComfyUI's number for unloading everything
 KEEP_MODELS = 2  # models at once in the workers, memory permitting: Wan 2.2 samples one video with two
 
 
 @contextmanager
 def lease_workers(
-    spec: ModelSpec, placement: Placement, after: AfterSampling = "keep", *, work: LeasedFor = "sampling"
+    spec: ModelSpec, placement: Placement, after: AfterSampling = "keep", *, work: history.LeasedFor = "sampling"
 ) -> Iterator[Lease]:
     """Leases the workers of `placement`, exclusively, for this work, which the history records. `after`: keeps,
     offloads or unloads the model at the end. Raises WorkerStartError."""
@@ -84,9 +83,9 @@ def taken_over(lease: Lease, prompt: str, after: AfterSampling, begun: Event) ->
         yield
 
 
-def _recorded(spec: ModelSpec, work: LeasedFor, *, goes_on: bool = False) -> AbstractContextManager[None]:
+def _recorded(spec: ModelSpec, work: history.LeasedFor, *, goes_on: bool = False) -> AbstractContextManager[None]:
     """Returns the record of this work, which begins once that of a lease `taken_over` has ended."""
-    while not _in_thread.acquire(timeout=POLL_SECONDS):
+    while not _in_thread.acquire(timeout=launch.POLL_SECONDS):
         check_interrupt()
     _in_thread.release()
     context, title = get_executing_context(), spec.title if work in ("sampling", "prompt") else ""
@@ -121,7 +120,7 @@ def lease_with_plan(
 
 def _initial_placement(inputs: PlanInputs) -> Placement:
     """Returns the workers to measure first: the live ones if allowed, else all or the last used."""
-    all_devices, live = default_plan(inputs).placement, runtime.live
+    all_devices, live = candidates.default_plan(inputs).placement, runtime.live
     if not inputs.may_leave_devices or all_devices not in runtime.profiles:
         return all_devices
     if live is not None and live.placement.nnodes == 1 and set(live.placement.devices) <= set(all_devices.devices):
@@ -131,7 +130,7 @@ def _initial_placement(inputs: PlanInputs) -> Placement:
 
 def dry_run(spec: ModelSpec, inputs: PlanInputs) -> DryRun:
     """Returns the plan that a run would get at this moment. Raises Refused for a request invalid at any size."""
-    devices = default_plan(inputs).placement.devices
+    devices = candidates.default_plan(inputs).placement.devices
     with runtime.idle_group() as group, suppress(ParallelError):
         if group is not None and set(group.placement.devices) <= set(devices):
             group.measure()
@@ -159,7 +158,7 @@ class DryRun:
 
 def _with_measurements(spec: ModelSpec, inputs: PlanInputs, group: WorkerGroup | None) -> PlanInputs:
     """Returns `inputs` with the devices' measurements and the weights that the live `group` has loaded."""
-    all_devices = default_plan(inputs).placement
+    all_devices = candidates.default_plan(inputs).placement
     loaded = group.models.get(spec.unpatched) if group is not None else None
     known = replace(
         inputs,
@@ -182,13 +181,13 @@ def _size_of(spec: ModelSpec, inputs: PlanInputs) -> tuple[object, ...]:
     return spec.unpatched, *((work.tokens, work.sequences, work.prompts) if work is not None else ())
 
 
+@dataclass(eq=False)
 class Lease:
     """The lease of one group's workers, for requests of one model or VAE."""
 
-    def __init__(self, group: WorkerGroup, spec: ModelSpec) -> None:
-        self.group = group
-        self.spec = spec
-        self._size: tuple[object, ...] = ()
+    group: WorkerGroup
+    spec: ModelSpec
+    _size: tuple[object, ...] = ()
 
     @contextmanager
     def ended(self, after: AfterSampling) -> Iterator[None]:
@@ -226,7 +225,7 @@ class Lease:
         known = replace(_with_measurements(self.spec, inputs, self.group), only=only, keeps_placement=current)
         plan = resolve(known)
         if inputs.may_leave_devices and not current:
-            runtime.last_auto_placement[default_plan(inputs).placement] = plan.placement
+            runtime.last_auto_placement[candidates.default_plan(inputs).placement] = plan.placement
         return known, plan
 
     def run(
@@ -249,31 +248,41 @@ class Lease:
             if failed.cause.kind == "out_of_memory" and plan.estimate is not None and not recorded:
                 limit = int(LESS * max(plan.estimate.needed_bytes_by_rank))
                 runtime.bytes_too_many[self._size] = limit
-                log.info("[CP] the next run of this size takes at most %.1f GiB of each device", limit / GIB)
+                log.info(
+                    "[CP] the next run of this size takes at most %.1f GiB of each device", limit / memory_model.GIB
+                )
             raise
         finally:
             for model in [model for model in self.group.models.values() if model.unload_after_run]:
                 model.free()
 
-    def claim(self, plan: RunPlan, *, limited: bool = False) -> Shortage | None:
+    def claim(self, plan: RunPlan, *, limited: bool = False) -> memory_model.Shortage | None:
         """Has ComfyUI free memory on every device for weights and workspace. Returns the shortage that remains after it
         has unloaded all it can. CUDA graphs go first: other models' are evicted where memory is missing, and this
         model's count as workspace. `limited`: the user's CP_MEMORY_GIB counts too."""
         assert plan.estimate is not None
-        needed, placement = plan.estimate, self.group.placement
-        patchers = self._list_model(plan, needed).patchers
+        needed, placement, models, key = plan.estimate, self.group.placement, self.group.models, self.spec.unpatched
+        model = models.pop(key, None)
+        if model is not None and model.needed.weight_bytes_by_rank != needed.weight_bytes_by_rank:
+            model.mark_unloaded()
+            model = None
+        model = model or GroupModel(self.group, key, plan.weights, needed)
+        model.weights, model.needed = plan.weights, needed
+        alike = [other for other in models.values() if other.spec.part == key.part]
+        for oldest in alike[: -(KEEP_MODELS - 1)]:
+            oldest.free()
+        models[key] = model  # as the last one used
         limits, workspace = user_limits(placement.world_size) if limited else (), needed.workspace_bytes_by_rank
-        comfy.model_management.soft_empty_cache()  # ComfyUI counts its cache as free, but workers cannot have it
+        model_management.soft_empty_cache()  # ComfyUI counts its cache as free, but workers cannot have it
         fingerprint = self.spec.fingerprint
         others_have_graphs = any(one.graphs.bytes > one.recorded_bytes(fingerprint) for one in self.group.readings)
         if others_have_graphs and self._find_shortage(needed, limits):
-            for other in self.group.models.values():
-                if other is not self.loaded:
-                    other.evict_graphs()
+            for other in [other for other in models.values() if other is not model]:
+                other.evict_graphs()
         graph_bytes = [reading.recorded_bytes(fingerprint) for reading in self.group.readings]
         each = zip(workspace, graph_bytes or [0] * len(workspace), strict=True)
         workspace = [max(0, size - recorded) for size, recorded in each]
-        for patcher, size in zip(patchers, sum_by_device(placement, workspace).values(), strict=True):
+        for patcher, size in zip(model.patchers, sum_by_device(placement, workspace).values(), strict=True):
             make_room(patcher, size)
         if not self.spec.kind and not self.spec.text_encoder:
             self.group.connect(plan.degrees, sharded=plan.sharded, watch=check_interrupt)
@@ -281,29 +290,19 @@ class Lease:
             return None
         if lack := self._find_shortage(needed, limits):
             log.info("[CP] %s; ComfyUI unloads its models", lack)
-            unload_comfyui_models(placement.devices, patchers)
+            loaded = model_management.current_loaded_models
+            keep = [one for one in loaded if any(one.model is patcher for patcher in model.patchers)]
+            for device in dict.fromkeys(placement.devices):
+                model_management.free_memory(ALL_BYTES, torch.device(device), keep)
+            gc.collect()
+            model_management.soft_empty_cache()
             lack = self._find_shortage(needed, limits)
         return lack
 
-    def _list_model(self, plan: RunPlan, needed: Estimate) -> GroupModel:
-        """Lists the model as the last one used, and unloads the oldest ones beyond KEEP_MODELS of its kind."""
-        models, key = self.group.models, self.spec.unpatched
-        model = models.pop(key, None)
-        if model is None or model.needed.weight_bytes_by_rank != needed.weight_bytes_by_rank:
-            if model is not None:
-                model.mark_unloaded()
-            model = GroupModel(self.group, key, plan.weights, needed)
-        model.weights, model.needed = plan.weights, needed
-        alike = [other for other in models.values() if other.spec.part == key.part]
-        for oldest in alike[: -(KEEP_MODELS - 1)]:
-            oldest.free()
-        models[key] = model
-        return model
-
-    def _find_shortage(self, needed: Estimate, limits: Sequence[int]) -> Shortage | None:
+    def _find_shortage(self, needed: Estimate, limits: Sequence[int]) -> memory_model.Shortage | None:
         readings, placement = self.group.measure(check_interrupt), self.group.placement
         of_each, each = limits or (None,) * placement.world_size, needed.needed_bytes_by_rank
-        return shortage(placement, readings, self.spec.fingerprint, each, limits=of_each, limited_by=LIMIT)
+        return memory_model.shortage(placement, readings, self.spec.fingerprint, each, limits=of_each, limited_by=LIMIT)
 
     def fit(self, inputs: PlanInputs, plan: RunPlan) -> RunPlan:
         """Claims memory for the plan and returns it. Where ComfyUI cannot free as much as the plan counted on, weights
@@ -316,7 +315,7 @@ class Lease:
                 if lack is None:
                     break
                 ranks = [plan.ranks[rank] for rank in lack.ranks] if plan.ranks else lack.ranks
-                workers = default_plan(inputs).placement.world_size
+                workers = candidates.default_plan(inputs).placement.world_size
                 capacity = inputs.capacity.at_most(lack.each, ranks, workers)
                 inputs = replace(inputs, capacity=capacity, only=plan.placement)
                 plan = resolve(inputs)
@@ -327,15 +326,12 @@ class Lease:
             if self.loaded is not None:
                 self.loaded.free()
             raise
-        self._record_start(inputs, plan)
-        return plan
-
-    def _record_start(self, inputs: PlanInputs, plan: RunPlan) -> None:
-        """Records in the history, the share balance and the log that a run of this plan begins."""
-        work = inputs.work
+        work, profile = inputs.work, inputs.profile_of(plan)
         assert work is not None
-        speedup = _estimate_speedup(inputs, plan, work)
-        self.group.activity.history.size = Size(run_kind(self.spec, work, inputs.request), speedup, work.tokens)
+        split = work.network.divisible and plan.degrees.pipeline_degree == 1 and not plan.placement.shared
+        known = split and profile is not None and profile.bytes_per_second
+        speedup = seconds.times_as_fast(work, plan.degrees, profile) if known and profile is not None else None
+        self.group.activity.history.size = history.Size(run_kind(self.spec, work, inputs.request), speedup, work.tokens)
         if are_automatic(inputs.request.shares):
             self.group.balance.begin(self.spec, plan.degrees)
         if inputs.gpus == 1 == plan.placement.world_size:
@@ -345,6 +341,7 @@ class Lease:
         if plan.entries_per_call:
             prompts = work.prompts_per_rank(plan.degrees)
             log.info("[CP] prompts run one after the other: memory is too small for %d at once", prompts)
+        return plan
 
 
 def progress_bar() -> OnStep:
@@ -359,19 +356,12 @@ def progress_bar() -> OnStep:
     return on_step
 
 
-def run_kind(spec: ModelSpec, work: Work, request: ParallelRequest) -> tuple[object, ...]:
+def run_kind(spec: ModelSpec, work: network_stats.Work, request: ParallelRequest) -> tuple[object, ...]:
     """Returns a key of runs that take equally long on the same workers; a few text tokens more count nothing."""
     tokens, options = round(KINDS_PER_DOUBLING * math.log2(max(1, work.tokens))), request.options
     chosen = options.step_cache, options.attention_backend, options.cuda_graphs, request.weights
     network = spec.unpatched, spec.compute_dtype, spec.compilation, work.network.weight_bytes
     return *network, work.sequences, work.prompts, tokens, *chosen
-
-
-def _estimate_speedup(inputs: PlanInputs, plan: RunPlan, work: Work) -> float | None:
-    """Estimates how many times as fast as one worker the plan is; None where nothing is split or a device is shared."""
-    profile, split = inputs.profile_of(plan), work.network.divisible and plan.degrees.pipeline_degree == 1
-    known = split and profile is not None and profile.bytes_per_second and not plan.placement.shared
-    return times_as_fast(work, plan.degrees, profile) if known and profile is not None else None
 
 
 @cache

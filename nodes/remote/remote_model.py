@@ -9,12 +9,12 @@ import inspect
 import sys
 import uuid
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import comfy.model_management
 import torch
-from comfy.model_base import BaseModel
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 from comfy.weight_adapter import WeightAdapterBase
@@ -29,16 +29,13 @@ from ...parallel_runtime.loading.object_codec import PLAIN, Describer
 from ...parallel_runtime.planning.network_stats import Work
 from ...parallel_runtime.planning.run_plan import RunPlan
 from ...parallel_runtime.request import ParallelRequest
-from ..describe import model_patches
-from ..describe.batch_coupling import check_state, couples_by_masks, network_couples_batch
-from ..describe.foreign_code import check_module, check_network
+from ..describe import model_patches, sampling_job
+from ..describe.foreign_code import check_network
 from ..describe.host import announce_refusals
 from ..describe.model import DescribedModel, describe_model
-from ..describe.sampling_job import MULTIGPU
 from .comfy_memory import CPU, GroupModel, WeightlessPatcher
 from .lease import lease_with_plan
 
-INNER_FORWARD = "_forward"  # ComfyUI's networks call this method inside the wrappers around them
 Objects = dict[int, tuple[Any, Described]]  # by id, alive so that no other object gets it, with its description
 EvaluateCall = Callable[[str, dict[str, Any]], Any]  # evaluates a method of a network with these arguments
 
@@ -50,27 +47,22 @@ def without_weights(model: ModelPatcher, request: ParallelRequest) -> RemoteMode
     made.evaluation = RemoteEvaluation(request)
     made.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, COMPILE_KEY)
     made.object_patches = model_patches.without_compiled(model)
-    made.additional_models.pop(MULTIGPU, None)
-    made.model = _without_network(model.model, remote_network(model_patches.native_network(model), made.evaluation))
+    made.additional_models.pop(sampling_job.MULTIGPU, None)
+    made.model = copy.copy(model.model)
+    made.model._modules = dict(model.model._modules)
+    made.model.__dict__["model_loaded_weight_memory"] = 0
+    made.model.current_weight_patches_uuid = None
+    made.model.device = CPU
+    made.model.current_patcher = None
+    # ComfyUI batches prompts by the free memory of its own device, which computes nothing here.
+    made.model.memory_required = lambda *args, **kwargs: 0
+    made.model.diffusion_model = remote_network(model_patches.native_network(model), made.evaluation)
     made.model.diffusion_model.__dict__["native"] = model_patches.native_model(model)
     made.size = 1  # comfy_memory.py counts the workers' memory
     made.load_device, made.offload_device = comfy.model_management.get_torch_device(), CPU
     made.parent = None
     made.backup, made.backup_buffers, made.object_patches_backup, made.pinned = {}, {}, {}, set()
     made.clone_base_uuid = uuid.uuid4()
-    return made
-
-
-def _without_network(model: BaseModel, network: nn.Module) -> BaseModel:
-    made = copy.copy(model)
-    made._modules = dict(model._modules)
-    made.__dict__["model_loaded_weight_memory"] = 0
-    made.current_weight_patches_uuid = None
-    made.device = CPU
-    made.current_patcher = None
-    # ComfyUI batches prompts by the free memory of its own device, which computes nothing here.
-    made.memory_required = lambda *args, **kwargs: 0
-    made.diffusion_model = network
     return made
 
 
@@ -119,8 +111,8 @@ class RemoteModelPatcher(WeightlessPatcher):
 def remote_network(network: nn.Module, evaluation: EvaluateCall) -> nn.Module:
     """A copy of `network` that shares its modules and weights, and calls `evaluation` instead of computing."""
     kind = type(network)
-    replaced = [name for name in dir(kind) if is_outer_method(name)]
-    replaced.append(INNER_FORWARD if hasattr(kind, INNER_FORWARD) else "forward")
+    # ComfyUI's networks call `_forward` inside the wrappers around them.
+    replaced = ["_forward" if hasattr(kind, "_forward") else "forward", *filter(is_outer_method, dir(kind))]
     members = {name: _remote_method(kind, name, evaluation) for name in replaced}
     made = copy.copy(network)
     made.__class__ = type(kind.__name__, (kind,), members)
@@ -135,26 +127,27 @@ def _remote_method(kind: type, name: str, evaluation: EvaluateCall) -> Any:
 
     @announce_refusals()
     def evaluate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        check_network(vars(self)["network"])  # a sampler or guider may have changed it during this run
-        check_module(self, kind.__name__)
+        check_network(vars(self)["network"], self)  # a sampler or guider may have changed it during this run
         arguments: dict[str, Any] = {}
         for key, value in list(signature.bind(self, *args, **kwargs).arguments.items())[1:]:
             arguments.update(value if key in more else {key: value})
-        with _outside_malloc_graph():
+        # Later versions repeat, around some networks, the addresses of the step before: of their allocations only.
+        pause = getattr(sys.modules.get("comfy.model_prefetch"), "pause_malloc_graph", nullcontext)
+        with pause():
             return evaluation(name, arguments)
 
     return evaluate
 
 
+@dataclass(eq=False, repr=False)
 class RemoteEvaluation:
     """Computes in place of a network, from ComfyUI's `pre_run` (`begin`) to its `cleanup` (`end`)."""
 
-    def __init__(self, request: ParallelRequest) -> None:
-        self._request = request
-        self._described: DescribedModel | None = None  # during a run
-        self._model: GroupModel | None = None  # the workers' model at the last evaluation
-        self._plans: dict[tuple[Work, bool], RunPlan] = {}  # this run's plans by work and batch_coupled
-        self._objects: Objects = {}  # this run's
+    _request: ParallelRequest
+    _described: DescribedModel | None = None  # during a run
+    _model: GroupModel | None = None  # the workers' model at the last evaluation
+    _plans: dict[tuple[Work, bool], RunPlan] = field(default_factory=dict)  # this run's, by work and batch_coupled
+    _objects: Objects = field(default_factory=dict)  # this run's
 
     def begin(self, model: ModelPatcher) -> None:
         """Describes MODEL for the evaluations that follow. Raises Refused where no worker could have its network."""
@@ -167,7 +160,7 @@ class RemoteEvaluation:
         replaced = model_patches.replaced_attributes(model) | model_patches.replaced_methods(model)
         if replaced:  # ComfyUI would set them on the network of this process
             raise Refused("model.replaced", names=", ".join(sorted(replaced)))
-        check_state(model, model.model_options)
+        model_patches.check_state(model, model.model_options)
         self._described = describe_model(model, self._request)
 
     def __call__(self, method: str, arguments: dict[str, Any]) -> Any:
@@ -175,11 +168,14 @@ class RemoteEvaluation:
         described = self._described
         assert described is not None, "a run has begun"
         each, conds = split_arguments(arguments, method)
-        shape, text = _sizes(each, conds)
+        latent = next(iter(each.values()), None)
+        latent = latent[0] if isinstance(latent, list) else latent
+        shape = (1, 1, 1, 1) if latent is None else tuple(latent.shape)
+        text = next((value.shape[1] for value in conds.values() if torch.is_tensor(value) and value.ndim == 3), 0)
         network, options = described.network, arguments.get("transformer_options")
         masks = (value for name, value in conds.items() if name.endswith("denoise_mask"))
-        batch_coupled = network_couples_batch(network, options or {}) or couples_by_masks(network, *masks)
-        batch_coupled = batch_coupled or described.stats.images_coupled
+        coupled = model_patches.network_couples_batch(network, options or {})
+        batch_coupled = coupled or described.stats.images_coupled or model_patches.couples_by_masks(network, *masks)
         if options is not None:
             options, vaes = model_patches.describe_transformer_options(options)
             described = described.with_vaes(vaes, shape)
@@ -206,14 +202,6 @@ class RemoteEvaluation:
         self._plans, self._objects = {}, {}
 
 
-def _outside_malloc_graph() -> AbstractContextManager[Any]:
-    """A context in which memory that is allocated belongs to no recording of ComfyUI's."""
-    # Later versions repeat, around some networks, the addresses of the step before.
-    pause = getattr(sys.modules.get("comfy.model_prefetch"), "pause_malloc_graph", nullcontext)
-    context: AbstractContextManager[Any] = pause()
-    return context
-
-
 def split_arguments(arguments: dict[str, Any], method: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the arguments that change with each call (latent, time, ControlNet residuals), and the conditions."""
     given = {key: value for key, value in arguments.items() if key != "transformer_options"}
@@ -236,12 +224,3 @@ def with_described_objects(conds: dict[str, Any], known: Objects) -> dict[str, A
 
     made: dict[str, Any] = tree_map(described, conds)
     return made
-
-
-def _sizes(each: dict[str, Any], conds: dict[str, Any]) -> tuple[tuple[int, ...], int]:
-    """Returns the shape of the first latent, and the number of text tokens."""
-    latent = next(iter(each.values()), None)
-    latent = latent[0] if isinstance(latent, list) else latent
-    text = next((value for value in conds.values() if torch.is_tensor(value) and value.ndim == 3), None)
-    shape = (1, 1, 1, 1) if latent is None else tuple(latent.shape)
-    return shape, 0 if text is None else text.shape[1]

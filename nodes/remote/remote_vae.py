@@ -1,71 +1,49 @@
-"""The network of a VAE in the workers: each decode or encode of a tensor is one request to them. What they refuse of a
-VAE or a CLIP, ComfyUI's own code computes (`InWorkers`)."""
-
-from __future__ import annotations
+"""CP VAE's VAE, whose network is in the workers: each decode or encode of a tensor is one request to them. What they
+refuse of a VAE or a CLIP, ComfyUI's own code computes (`in_workers`)."""
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
-import comfy.model_management
 import comfy.sd
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from ...parallel_runtime.architectures.autoencoders import COMPARED, Tiles
 from ...parallel_runtime.errors import Refused, WorkerFailed
 from ...parallel_runtime.group.history import LeasedFor
 from ...parallel_runtime.group.runtime import runtime
-from ...parallel_runtime.group.worker_group import Result, SharedOutput
+from ...parallel_runtime.group.worker_group import SharedOutput
 from ...parallel_runtime.jobs import VAEJob
 from ...parallel_runtime.loading.random_states import random_states, set_random_states
-from ...parallel_runtime.planning.network_stats import shares_within
-from ...parallel_runtime.planning.run_plan import Estimate, RunPlan
+from ...parallel_runtime.planning import network_stats, run_plan
 from ...parallel_runtime.request import ParallelRequest, parse_devices, requested_shares
 from ...parallel_runtime.specs import ModelSpec, Parallelism, Placement, VAEMethod
-from ..describe.host import gpu_kind, last_used, plan_without_model, visible_gpus
-from ..describe.vae import NotParallel, check_vae
-from .comfy_memory import free_model
+from ..describe import host
+from ..describe.model_files import NotParallel, check_vae, vae_spec
+from . import comfy_memory
 from .lease import Lease, lease_workers, progress_bar
 
 log = logging.getLogger(__name__)
 
 
-class InWorkers:
-    """`does` says what it does, by the name of the node that made it."""
-
-    does: str
-
-    def __init__(self) -> None:
-        self._logged: set[str] = set()
-
-    def to_native(self) -> Any:
-        """Returns ComfyUI's own object, for one call."""
-        raise NotImplementedError
-
-    def using_workers(self) -> AbstractContextManager[Any]:
-        """Returns the context of one call."""
-        raise NotImplementedError
-
-    def warn(self, reason: Exception) -> None:
-        """Logs each reason once."""
-        if str(reason) not in self._logged:
-            self._logged.add(str(reason))
-            warn(self.does, reason)
-
-
 def in_workers(owner: type, name: str) -> Callable[..., Any]:
-    """Returns ComfyUI's method of this name, which uses the workers' network, or the native one where they refuse."""
+    """Returns ComfyUI's method of this name, which uses the workers' network, or the native one where they refuse. Its
+    object has a context of one call (`using_workers`), gives ComfyUI's own for one (`to_native`), and knows what it
+    `does`, by the name of the node that made it, and which reasons were `logged`: each is once."""
 
-    def method(self: InWorkers, *args: Any, **kwargs: Any) -> Any:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             with self.using_workers():
                 return getattr(owner, name)(self, *args, **kwargs)
         except (NotParallel, Refused) as reason:
-            self.warn(reason)
+            if str(reason) not in self.logged:
+                self.logged.add(str(reason))
+                warn(self.does, reason)
         return getattr(self.to_native(), name)(*args, **kwargs)
 
     return method
@@ -75,17 +53,16 @@ def warn(does: str, reason: Exception) -> None:
     log.warning("[CP] %s in ComfyUI's process: %s", does, reason)
 
 
+@dataclass(eq=False, repr=False)
 class RemoteVAE:
     """Replaces `first_stage_model`. By `comfy_has_chunked_io` ComfyUI passes the memory of the IMAGE to `decode`."""
 
     comfy_has_chunked_io = True
-
-    def __init__(self, vae: comfy.sd.VAE, spec: ModelSpec, request: ParallelRequest | None) -> None:
-        self._vae = vae
-        self._spec = spec
-        self._request = request
-        self.output: SharedOutput | None = None  # the next decodes write to it
-        self.output_shape: tuple[int, ...] = ()  # the last shape that `decode_output_shape` returned
+    _vae: comfy.sd.VAE
+    _spec: ModelSpec
+    _request: ParallelRequest | None
+    output: SharedOutput | None = None  # the next decodes write to it
+    output_shape: tuple[int, ...] = ()  # the last shape that `decode_output_shape` returned
 
     def __getattr__(self, name: str) -> Any:
         """Returns an attribute of the native network, except for copying and pickling, and none before `__init__`."""
@@ -149,12 +126,16 @@ class RemoteVAE:
 
     def end(self) -> None:
         """Keeps, offloads or unloads the VAE after a decode or encode, as the user chose."""
-        free_model(self._spec, self._request)
+        comfy_memory.free_model(self._spec, self._request)
 
     def _convert(self, method: VAEMethod, x: Tensor, unit: int, output: SharedOutput, part: Tensor) -> None:
         """Decodes or encodes `x` into this part of `output`. `unit`: pixels in a row of the latent."""
         self._check(method, x, unit)
-        placement = placement_for(self._request)
+        vae, placement, chunk_bytes = self._vae, placement_for(self._request), 0
+        if function := COMPARED[self._spec.kind].chunk_size:
+            # ComfyUI would split a video in time in so many bytes on this device: one number for all ranks.
+            module, _, name = function.partition(":")
+            chunk_bytes = int(getattr(import_module(module), name)(vae.device))
         work: LeasedFor = "decoding" if method == "decode" else "encoding"
         with lease_workers(self._spec, placement, work=work) as lease:
             plan, shares = self._plan(lease, method, tuple(x.shape))
@@ -162,17 +143,21 @@ class RemoteVAE:
             lease.claim(plan)
             job = VAEJob(
                 method=method, x=x, unit=unit, shape=list(part.shape), dtype=str(part.dtype).removeprefix("torch."),
-                offset=output.offset_of(part) or 0, random_states=random_states(self._vae.device),
-                chunk_bytes=self._chunk_bytes(), weights=None if self._spec.loader else dict(self._vae.get_sd()),
-                shares=shares,
+                offset=output.offset_of(part) or 0, random_states=random_states(vae.device), chunk_bytes=chunk_bytes,
+                weights=None if self._spec.loader else dict(vae.get_sd()), shares=shares,
             )  # fmt: skip
-            result = _run(lease, plan, job, output)
-        set_random_states(result.value["random_states"], self._vae.device)
-        tiles, network = self.tiles, self._vae.first_stage_model
-        parts = tiles.grid(network, method, tuple(x.shape)).count if tiles else max(x.shape[-2:]) // unit
-        workers = min(len(placement.devices), parts)
-        what, seconds = "VAE decoded" if method == "decode" else "VAE encoded", (result.seconds, result.load_seconds)
-        log.info("[CP] %s on %d worker(s) in %.2f s, loaded in %.2f s", what, workers, *seconds)
+            try:
+                result = lease.run(plan, job, output=output.fd, on_step=progress_bar())
+            except WorkerFailed as failed:
+                if failed.cause.kind == "out_of_memory":  # ComfyUI goes on with tiles
+                    log.warning("[CP] VAE: %s", failed)
+                    raise torch.OutOfMemoryError(str(failed)) from failed
+                raise
+        set_random_states(result.value["random_states"], vae.device)
+        grid = self.tiles.grid(vae.first_stage_model, method, tuple(x.shape)) if self.tiles else None
+        workers = min(len(placement.devices), grid.count if grid else max(x.shape[-2:]) // unit)
+        seconds = result.seconds, result.load_seconds
+        log.info("[CP] VAE %sd on %d worker(s) in %.2f s, loaded in %.2f s", method, workers, *seconds)
 
     def _check(self, method: VAEMethod, x: Tensor, unit: int) -> None:
         """Raises NotParallel for a changed VAE, and for tensors at which it fails, which would end the group."""
@@ -187,58 +172,114 @@ class RemoteVAE:
         if x.ndim != 5 or min(x.shape[-2:]) // unit < self.tiles.least_rows or x.shape[-2] % unit or x.shape[-1] % unit:
             raise NotParallel(f"it does not encode {x.shape[-1]} x {x.shape[-2]} pixels")
 
-    def _plan(self, lease: Lease, method: VAEMethod, shape: tuple[int, ...]) -> tuple[RunPlan, list[int]]:
+    def _plan(self, lease: Lease, method: VAEMethod, shape: tuple[int, ...]) -> tuple[run_plan.RunPlan, list[int]]:
         """Returns a plan with the bytes of the weights and of each worker's activations, and the shares of the rows:
         the requested ones, else fewer for a device with too little memory for as many as the others. Of tiles these
         are shares of their number."""
         vae, placement = self._vae, lease.group.placement
         estimate = vae.memory_used_decode if method == "decode" else vae.memory_used_encode
         full_bytes, weight_bytes = int(estimate(shape, vae.vae_dtype)), int(vae.model_size())
-        shares = shares_for(self._request, placement)
+        devices, shares = placement.devices, list[int]()
+        if self._request is not None:
+            count = len(parse_devices(self._request.devices, host.visible_gpus(), host.gpu_kind()))
+            asked = requested_shares(self._request.shares, placement.world_size, count, placement.nnodes)
+            shares = list(asked[: len(devices)]) if any(asked[: len(devices)]) else []
         if self.tiles is None:
-            shares = shares or self._shares_by_memory(lease, full_bytes, weight_bytes)
-            parts = shares or [1] * len(placement.devices)
+            if not shares:  # equal ones, where each worker's memory suffices
+                budgets = [None if one is None else one - weight_bytes for one in lease.budget_bytes()[: len(devices)]]
+                if shares := list(network_stats.shares_within(full_bytes, budgets)):
+                    each = zip(devices, shares, strict=True)
+                    percent = ", ".join(f"{device} {share / sum(shares):.0%}" for device, share in each)
+                    log.info("[CP] VAE: rows are divided by free memory: %s", percent)
+            parts = shares or [1] * len(devices)
             activations = [int(full_bytes * part / sum(parts)) for part in parts]
         else:  # the first worker alone blends whole pictures
             tile = self.tiles.grid(vae.first_stage_model, method, shape).tile
             tile_bytes = int(estimate((*shape[:2], *tile), vae.vae_dtype))
-            activations = [full_bytes, *[tile_bytes] * (len(placement.devices) - 1)]
+            activations = [full_bytes, *[tile_bytes] * (len(devices) - 1)]
         world = placement.world_size
-        activations += [0] * (world - len(placement.devices))  # on other machines
-        needed = Estimate(
+        activations += [0] * (world - len(devices))  # on other machines
+        needed = run_plan.Estimate(
             weight_bytes_by_rank=(weight_bytes,) * world, activation_bytes_by_rank=tuple(activations),
             buffer_bytes_by_rank=(0,) * world,
         )  # fmt: skip
-        return RunPlan(degrees=Parallelism(ring_degree=world), placement=placement, estimate=needed), shares
-
-    def _shares_by_memory(self, lease: Lease, full_bytes: int, weight_bytes: int) -> list[int]:
-        """Returns shares of the rows by each worker's memory; none where it suffices for equal shares."""
-        devices = lease.group.placement.devices
-        budgets = lease.budget_bytes()[: len(devices)]
-        shares = shares_within(full_bytes, [None if budget is None else budget - weight_bytes for budget in budgets])
-        if shares:
-            each = zip(devices, shares, strict=True)
-            percent = ", ".join(f"{device} {share / sum(shares):.0%}" for device, share in each)
-            log.info("[CP] VAE: rows are divided by free memory: %s", percent)
-        return list(shares)
-
-    def _chunk_bytes(self) -> int:
-        """Returns the bytes in which ComfyUI would split a video in time on this device: one number for all ranks."""
-        function = COMPARED[self._spec.kind].chunk_size
-        if not function:
-            return 0
-        module, _, name = function.partition(":")
-        return int(getattr(import_module(module), name)(self._vae.device))
+        return run_plan.RunPlan(degrees=Parallelism(ring_degree=world), placement=placement, estimate=needed), shares
 
 
-def _run(lease: Lease, plan: RunPlan, job: VAEJob, output: SharedOutput) -> Result:
+def parallel_vae(vae: comfy.sd.VAE, request: ParallelRequest | None) -> comfy.sd.VAE:
+    """Returns `vae` with its network in the workers, or `vae` itself, with a warning in the log, where workers cannot
+    have it."""
+    vae.throw_exception_if_invalid()
+    native = vae.native if isinstance(vae, ParallelVAE) else vae
     try:
-        return lease.run(plan, job, output=output.fd, on_step=progress_bar())
-    except WorkerFailed as failed:
-        if failed.cause.kind == "out_of_memory":  # ComfyUI goes on with tiles
-            log.warning("[CP] VAE: %s", failed)
-            raise torch.OutOfMemoryError(str(failed)) from failed
-        raise
+        check_vae(native)
+        return ParallelVAE(native, RemoteVAE(native, vae_spec(native), request))
+    except NotParallel as reason:
+        warn(ParallelVAE.does, reason)
+        return vae
+
+
+class ParallelVAE(comfy.sd.VAE):
+    """A VAE whose network is in the workers. Its `native` VAE does the calls that they refuse."""
+
+    does = "CP VAE decodes and encodes"
+
+    def __init__(self, native: comfy.sd.VAE, remote: RemoteVAE) -> None:
+        self.__dict__.update(vars(native))
+        self.native, self.logged = native, set[str]()
+        self.first_stage_model = remote
+        # It has no weights to move: the lease claims memory for the workers'.
+        self.patcher = comfy_memory.WeightlessPatcher(
+            comfy_memory.WorkerModel(), native.device, comfy_memory.CPU, size=1
+        )
+        self.memory_used_decode = lambda shape, dtype: native.memory_used_decode(shape, dtype) / remote.workers
+        self.memory_used_encode = lambda shape, dtype: native.memory_used_encode(shape, dtype) / remote.workers
+
+    decode, decode_tiled = in_workers(comfy.sd.VAE, "decode"), in_workers(comfy.sd.VAE, "decode_tiled")
+    encode, encode_tiled = in_workers(comfy.sd.VAE, "encode"), in_workers(comfy.sd.VAE, "encode_tiled")
+
+    @contextmanager
+    def using_workers(self) -> Iterator[None]:
+        try:
+            with SharedOutputMode(self.first_stage_model):
+                yield
+        finally:
+            self.first_stage_model.end()
+
+    def to_native(self) -> comfy.sd.VAE:
+        return self.native
+
+    def get_sd(self) -> dict[str, Any]:
+        return self.native.get_sd()
+
+
+class SharedOutputMode(TorchFunctionMode):
+    """Allocates the output of a VAE, for which ComfyUI calls torch.empty, where the workers can write to it."""
+
+    def __init__(self, remote: RemoteVAE) -> None:
+        super().__init__()
+        self._remote = remote
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        self._remote.output = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        shape = self._remote.output_shape
+        is_output = func is torch.empty and shape and all(shape) and args == (shape,) and "dtype" in kwargs
+        if is_output and torch.device(kwargs.get("device") or "cpu").type == "cpu":
+            self._remote.output = SharedOutput(shape, kwargs["dtype"])
+            return self._remote.output.tensor
+        return func(*args, **kwargs)
+
+
+def checked_request(cp_config: ParallelRequest | None) -> ParallelRequest | None:
+    """Returns which workers are asked for. Raises Refused, before the rest of the graph runs, where there are none."""
+    host.refresh()
+    request = None if cp_config is None else host.request_from(cp_config)
+    placement_for(request)
+    return request
 
 
 def placement_for(request: ParallelRequest | None) -> Placement:
@@ -246,21 +287,11 @@ def placement_for(request: ParallelRequest | None) -> Placement:
     group = runtime.live
     live = group.placement if group is not None else None
     if request is None:
-        return live or plan_without_model(ParallelRequest(devices=runtime.default_devices)).placement
-    placement = plan_without_model(replace(request, shares="equal")).placement
+        return live or host.plan_without_model(ParallelRequest(devices=runtime.default_devices)).placement
+    placement = host.plan_without_model(replace(request, shares="equal")).placement
     if live is not None and request.by_heads and set(live.devices) <= set(placement.devices):
         return live  # a sampler's model may need fewer
-    return last_used(request, placement)
-
-
-def shares_for(request: ParallelRequest | None, placement: Placement) -> list[int]:
-    """Returns the requested shares of the rows for the workers of ComfyUI's machine; [] = equal. Raises Refused."""
-    if request is None:
-        return []
-    devices = len(parse_devices(request.devices, visible_gpus(), gpu_kind()))
-    shares = requested_shares(request.shares, placement.world_size, devices, placement.nnodes)
-    local = shares[: len(placement.devices)]
-    return list(local) if any(local) else []
+    return host.last_used(request, placement)
 
 
 def _sizes(sizes: tuple[int, ...], ratio: Any, scale: Any) -> list[int]:

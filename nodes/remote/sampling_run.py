@@ -11,7 +11,7 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -26,33 +26,17 @@ from ...parallel_runtime.errors import Refused, Sentence, WorkerLost, say
 from ...parallel_runtime.group.machines import checked_plan
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.jobs import TWO_MODEL_GUIDERS, SamplingJob
-from ...parallel_runtime.loading import code_names
-from ...parallel_runtime.loading.code_names import Unsendable, is_of_a_pack, qualified_name, reference
-from ...parallel_runtime.loading.object_codec import controls_of
-from ...parallel_runtime.loading.pack_states import note_unequal
-from ...parallel_runtime.loading.random_states import set_random_states
-from ...parallel_runtime.loading.replaced_code import forget_put_back, note_refused
+from ...parallel_runtime.loading import code_names, object_codec, pack_states, random_states, replaced_code
+from ...parallel_runtime.loading.code_names import Unsendable, qualified_name
 from ...parallel_runtime.planning.request_checks import LEAST_STEPS
 from ...parallel_runtime.request import ParallelRequest
-from ..describe.foreign_code import why_native
+from ..describe import foreign_code, sampling_job
 from ..describe.host import announce_refusals, comfy_setup
 from ..describe.model import DescribedModel, describe_model, unwrap_sampler, uses_network
 from ..describe.model_patches import WRAPPER_KEY
-from ..describe.sampling_job import (
-    FULL_RUN_OPTIONS,
-    OuterSample,
-    TakeBack,
-    check_conds,
-    check_guider,
-    check_token_patches,
-    describe_job,
-    partner_of,
-    text_tokens,
-    unsendable_partner,
-)
-from .comparing import compared, compared_sampler
+from ..describe.sampling_job import OuterSample, TakeBack
+from . import comparing, remote_model
 from .lease import lease_with_plan
-from .remote_model import without_weights
 
 # Refusals of what a pack's code does to a split network in the middle of a run.
 SEES_ALL_TOKENS = {"network.meanwhile", "blocks.inside", "attention.all_heads", "ring.node"}
@@ -70,12 +54,12 @@ def model_on_workers(model: ModelPatcher, request: ParallelRequest) -> ModelPatc
     right latent, as a pack has replaced code that all networks run. Raises Refused for what workers cannot honour."""
     if _stay_native([model], request):
         return model
-    return _on_workers(model, RemoteSampling(_describe_checked(model, request), request))
+    return _on_workers(model, RemoteSampling(request, _describe_checked(model, request)))
 
 
 def _stay_native(models: Iterable[ModelPatcher], request: ParallelRequest) -> bool:
-    forget_put_back()
-    reason = next(filter(None, (why_native(model, request) for model in models)), None)
+    replaced_code.forget_put_back()
+    reason = next(filter(None, (foreign_code.why_native(model, request) for model in models)), None)
     if reason is not None:
         _say_native(request, reason)
     return reason is not None
@@ -93,190 +77,173 @@ def _describe_checked(model: ModelPatcher, request: ParallelRequest) -> Describe
     return described
 
 
-def _on_workers(model: ModelPatcher, sampling: RemoteSampling | LateSampling) -> ModelPatcher:
+def _on_workers(model: ModelPatcher, sampling: RemoteSampling) -> ModelPatcher:
     remote = model.clone()
     remote.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, COMPILE_KEY)
     remote.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, WRAPPER_KEY)  # CP Model's
-    wrappers = remote.wrappers.pop(WrappersMP.OUTER_SAMPLE, {})
-    is_preview = {key: all(qualified_name(one).endswith(PREVIEWS) for one in wrappers[key]) for key in wrappers}
-    previews = {key: group for key, group in wrappers.items() if is_preview[key]}
-    inner = {key: group for key, group in wrappers.items() if key not in previews}  # run in the workers
-    ours = {WRAPPER_KEY: [sampling]}
-    remote.wrappers[WrappersMP.OUTER_SAMPLE] = {**previews, **ours, **inner}
+    previews, inner = dict[Any, Any](), dict[Any, Any]()
+    for key, group in remote.wrappers.pop(WrappersMP.OUTER_SAMPLE, {}).items():
+        is_preview = all(qualified_name(one).endswith(PREVIEWS) for one in group)
+        (previews if is_preview else inner)[key] = group  # the inner ones run in the workers
+    remote.wrappers[WrappersMP.OUTER_SAMPLE] = {**previews, WRAPPER_KEY: [sampling], **inner}
     return remote
 
 
 def guider_on_workers(guider: Any, request: ParallelRequest) -> Any:
     """A copy of `guider` whose sampling runs in the worker group. Raises Refused for what workers cannot honour."""
-    models = {name: _as_guided(guider, name) for name in _models_of(guider)}
+    models = _guided_models(guider)
     if not models:
         raise Refused("guider.empty", guider=type(guider).__name__)
     if _stay_native(models.values(), request):
         return guider
     remote = copy.copy(guider)
     described = {name: _describe_checked(model, request) for name, model in models.items()}
-    sampling: RemoteSampling | LateSampling = LateSampling(request)
+    sampling = RemoteSampling(request)
     try:
-        check_guider(guider)
+        sampling_job.check_guider(guider)
         with_partner = _with_partner(guider, described, request)
-        if not is_of_a_pack(type(guider)):  # whose `sample` may change the network first
-            sampling = RemoteSampling(with_partner, request)
+        if not code_names.is_of_a_pack(type(guider)):  # whose `sample` may change the network first
+            sampling = RemoteSampling(request, with_partner)
     except Unsendable as reason:
-        if compared_sampler() is None and not any(one.stays_native for one in described.values()):
+        if comparing.compared_sampler() is None and not any(one.stays_native for one in described.values()):
             for name, model in models.items():
                 setattr(remote, name, _with_remote_network(model, request, reason))
             return remote
-        sampling = RemoteSampling(described["model_patcher"], request, reason)
+        sampling = RemoteSampling(request, described["model_patcher"], reason)
     remote.model_patcher = _on_workers(models["model_patcher"], sampling)
     remote.model_options = remote.model_patcher.model_options
     return remote
 
 
-def _models_of(guider: Any) -> dict[str, ModelPatcher]:
-    return {name: value for name, value in vars(guider).items() if isinstance(value, ModelPatcher)}
-
-
-def _as_guided(guider: Any, name: str) -> ModelPatcher:
-    """Returns a MODEL of the guider, with the model options that the guider runs it with: they may be its own."""
-    model: ModelPatcher = getattr(guider, name)
-    options = getattr(guider, "model_options", model.model_options)
-    if name != "model_patcher" or options is model.model_options:
-        return model
-    made = model.clone()
-    made.model_options = options
-    return made
+def _guided_models(guider: Any) -> dict[str, ModelPatcher]:
+    """Returns the MODELs of the guider, with the model options that the guider runs it with: they may be its own."""
+    models = {name: value for name, value in vars(guider).items() if isinstance(value, ModelPatcher)}
+    own = models.get("model_patcher")
+    if own is not None and getattr(guider, "model_options", own.model_options) is not own.model_options:
+        models["model_patcher"] = own.clone()
+        models["model_patcher"].model_options = guider.model_options
+    return models
 
 
 def _with_partner(guider: Any, models: dict[str, DescribedModel], request: ParallelRequest) -> DescribedModel:
     """Returns the guider's MODEL with the one of its negative prompt, if it has one. Raises Unsendable where workers
     cannot have both at once: through stages of a pipeline, with a step cache, or where they are not split alike."""
-    described, partner = models["model_patcher"], partner_of(guider)
+    described, partner = models["model_patcher"], sampling_job.partner_of(guider)
     if partner is None:
         return described
     if request.pipeline_degree > 1 or request.options.step_cache:
-        raise unsendable_partner(guider)
+        raise sampling_job.unsendable_partner(guider)
     try:
         (other,) = (models[name] for name, value in vars(guider).items() if value is partner)
         return described.with_partner(other)
     except ValueError:
-        raise unsendable_partner(guider) from None
+        raise sampling_job.unsendable_partner(guider) from None
 
 
 def _with_remote_network(model: ModelPatcher, request: ParallelRequest, reason: Unsendable) -> ModelPatcher:
     _check_stepwise(request, reason.sentence)
     words = "[CP] the sampler runs in ComfyUI's process, and every model call goes to the workers and back, because %s"
     log.info(words, reason)
-    remote = without_weights(model, request)
+    remote = remote_model.without_weights(model, request)
     remote.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, WRAPPER_KEY)  # of CP Model and CP Load Diffusion Model
     return remote
 
 
 def _check_stepwise(request: ParallelRequest, reason: str) -> None:
     """Raises Refused for options that need the loop in the workers, where it stays in ComfyUI's process."""
-    for name, off in FULL_RUN_OPTIONS.items():
+    for name, off in sampling_job.FULL_RUN_OPTIONS.items():
         if (value := request.values[name]) > off:
             raise Refused("loop.here", name=name, value=f"{value:g}", reason=reason, without=off)
 
 
-def model_described_late(model: ModelPatcher, request: ParallelRequest) -> ModelPatcher:
+def model_described_late(model: ModelPatcher, request: ParallelRequest, *, check: bool = True) -> ModelPatcher:
     """A clone of `model` whose sampling, by any node, runs in the worker group, with what is on it by then. Raises
-    Refused for what workers cannot have of it already."""
-    if _stay_native([model], request):
-        return model
-    _describe_checked(model, request)
-    return sampled_on_workers(model, request)
-
-
-def sampled_on_workers(model: ModelPatcher, request: ParallelRequest) -> ModelPatcher:
-    """A clone of `model` that is described when a node samples it."""
+    Refused for what workers cannot have of it already, if that is to be checked."""
+    if check:
+        if _stay_native([model], request):
+            return model
+        _describe_checked(model, request)
     made = model.clone()
     made.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, WRAPPER_KEY)
-    made.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, WRAPPER_KEY, LateSampling(request))
+    made.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, WRAPPER_KEY, RemoteSampling(request))
     return made
-
-
-@dataclass(frozen=True)
-class LateSampling:
-    """CP Model's OUTER_SAMPLE wrapper, which describes the guider's MODELs as they are when sampling starts."""
-
-    request: ParallelRequest
-
-    def __call__(self, executor: Any, *args: Any, **kwargs: Any) -> Tensor:
-        with announce_refusals():
-            if _stay_native(_models_of(executor.class_obj).values(), self.request):
-                return executor(*args, **kwargs)
-            remote = self._remote_sampling(executor.class_obj)
-            return remote(executor, *args, **kwargs)
-
-    def _remote_sampling(self, guider: CFGGuider) -> RemoteSampling:
-        models = {name: _as_guided(guider, name) for name in _models_of(guider)}
-        described = {name: _describe_checked(model, self.request) for name, model in models.items()}
-        try:
-            return RemoteSampling(_with_partner(guider, described, self.request), self.request)
-        except Unsendable as reason:
-            return RemoteSampling(described["model_patcher"], self.request, reason)
 
 
 @dataclass(frozen=True)
 class RemoteSampling:
     """ComfyUI's OUTER_SAMPLE wrapper, which sends the run to the workers instead of calling the sampler."""
 
-    described: DescribedModel
     request: ParallelRequest
+    described: DescribedModel | None = None  # None: the guider's MODELs are described as sampling starts (CP Model)
     reason: Unsendable | None = None  # why the loop has to stay in ComfyUI's process, if that is known
 
     def __call__(self, executor: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Returns samples [B, C, (T,) H, W], as `CFGGuider.outer_sample` does, for the same arguments."""
+        guider = executor.class_obj
+        if self.described is None:
+            with announce_refusals():
+                models = _guided_models(guider)
+                if _stay_native(models.values(), self.request):
+                    return executor(*args, **kwargs)
+                described = {name: _describe_checked(model, self.request) for name, model in models.items()}
+                try:
+                    now = RemoteSampling(self.request, _with_partner(guider, described, self.request))
+                except Unsendable as reason:
+                    now = RemoteSampling(self.request, described["model_patcher"], reason)
+                return now(executor, *args, **kwargs)
         call = OuterSample(*args, **kwargs)
 
         def natively(call: OuterSample) -> Tensor:
-            return executor(*call.arguments[: len(args)], **{name: getattr(call, name) for name in kwargs})
+            values = [getattr(call, field.name) for field in fields(call)]
+            return executor(*values[: len(args)], **{name: getattr(call, name) for name in kwargs})
 
-        if compared_sampler() is None or len(call.sigmas) < 2:
-            return self._sample(executor.class_obj, call, natively)
-        guider, options, computed = executor.class_obj, self.request.options, self.described.spec.compute_dtype
+        on_workers = partial(self._sample, guider, self.described, natively=natively)
+        if comparing.compared_sampler() is None or len(call.sigmas) < 2:
+            return on_workers(call)
+        options, computed = self.request.options, self.described.spec.compute_dtype
         steps = max(LEAST_STEPS, options.warmup_steps + 1) if options.token_patches > 1 else 1
         dtype = getattr(torch, computed) if computed else guider.model_patcher.model.get_dtype_inference()
-        on_workers = partial(self._sample, guider, natively=natively)
         how: dict[str, Any] = {"steps": steps, "dtype": dtype, "approximate": options.approximate}
-        return compared(guider, call, natively, on_workers, **how)
+        return comparing.compared(guider, call, natively, on_workers, **how)
 
-    def _sample(self, guider: CFGGuider, call: OuterSample, natively: Callable[[OuterSample], Tensor]) -> Tensor:
-        described = self.described.sampled_by(call.sampler).guided_by(guider.conds)
-        check_conds(self.described, guider.conds)
-        if self.request.options.token_patches > 1:
-            self._check_patches(guider, described, call)
+    def _sample(
+        self, guider: CFGGuider, model: DescribedModel, call: OuterSample, natively: Callable[[OuterSample], Tensor]
+    ) -> Tensor:
+        described, request = model.sampled_by(call.sampler).guided_by(guider.conds), self.request
+        sampling_job.check_conds(model, guider.conds)
+        if (patches := request.options.token_patches) > 1:
+            sampling_job.check_token_patches(guider, described, patches)
+            text, steps = sampling_job.text_tokens(guider.conds), len(call.sigmas) - 1
+            described.check_patches(request, call.first_shape, text, steps)
+            log.info(
+                "[CP] approximate: not the picture of one GPU. After %d exact step(s) %d patches follow each other "
+                "through the stages with keys and values that are one step old", request.options.warmup_steps, patches,
+            )  # fmt: skip
         try:
             if self.reason is not None:
                 raise self.reason
-            job, take_back, parts = describe_job(guider, described, call)
+            job, take_back, parts = sampling_job.describe_job(guider, described, call)
         except Unsendable as reason:
             if described.stays_native:
-                _say_native(self.request, reason.sentence)
+                _say_native(request, reason.sentence)
                 return natively(call)
             if uses_network(call.sampler):
                 raise Refused("sampler.reaches", sampler=qualified_name(unwrap_sampler(call.sampler))) from None
-            return self._sample_in_comfyui(guider, partial(natively, call), reason)
+            models = {name: value for name, value in vars(guider).items() if isinstance(value, ModelPatcher)}
+            remote = {name: _with_remote_network(value, request, reason) for name, value in models.items()}
+            try:
+                vars(guider).update(remote)
+                return natively(call)
+            finally:
+                vars(guider).update(models)
         if parts.names_network and described.architecture is not None:
             described = described.undivided("a pack's code that refers to parts of it")
         described = described.with_vaes(parts.vaes, call.first_shape)
         try:
             return self._sample_whole(guider, described, job, call, take_back)
         except (Refused, WorkerLost) as error:
-            self._note(described, job, error)
-        return self._sample(guider, call, natively)  # with what can be sent of packs, and without the rest
-
-    def _note(self, described: DescribedModel, job: SamplingJob, error: Refused | WorkerLost) -> None:
-        """Remembers what workers cannot have of packs, or have otherwise. Raises any other error again."""
-        if isinstance(error, Refused) and error.code == "pack.state":
-            note_unequal(job.states, error)
-            return
-        code_names.note_failed_import(code_names.packs_named(described.spec.loader), error)
-        if isinstance(error, Refused) and error.code == "pack.replaces":
-            runtime.restart(str(error), comfy_setup())  # workers that have not imported that pack
-            note_refused(job.packs, job.replaced, error)
-        if not code_names.note_failed_import(job.packs, error) or code_names.unusable.keys() & {*described.packs}:
-            raise error  # workers have to merge weight patches
+            _note(described, job, error)
+        return self._sample(guider, model, call, natively)  # with what can be sent of packs, and without the rest
 
     def _sample_whole(
         self, guider: CFGGuider, described: DescribedModel, job: SamplingJob, call: OuterSample, take_back: TakeBack
@@ -294,32 +261,15 @@ class RemoteSampling:
             except Refused:
                 raise error from None  # the degrees that were asked for need a split network
 
-    def _check_patches(self, guider: CFGGuider, described: DescribedModel, call: OuterSample) -> None:
-        request, patches = self.request, self.request.options.token_patches
-        check_token_patches(guider, described, patches)
-        described.check_patches(request, call.first_shape, text_tokens(guider.conds), len(call.sigmas) - 1)
-        log.info(
-            "[CP] approximate: not the picture of one GPU. After %d exact step(s) %d patches follow each other through "
-            "the stages with keys and values that are one step old", request.options.warmup_steps, patches,
-        )  # fmt: skip
-
-    def _sample_in_comfyui(self, guider: CFGGuider, run: Callable[[], Tensor], reason: Unsendable) -> Tensor:
-        models = _models_of(guider)
-        vars(guider).update({name: _with_remote_network(model, self.request, reason) for name, model in models.items()})
-        try:
-            return run()
-        finally:
-            vars(guider).update(models)
-
     def _sample_in_workers(
         self, guider: CFGGuider, described: DescribedModel, job: SamplingJob, call: OuterSample, take_back: TakeBack
     ) -> Tensor:
         guided, patches = _is_guided(guider), self.request.options.token_patches
-        if patches > 1 and controls_of(guider.conds):
+        if patches > 1 and object_codec.controls_of(guider.conds):
             raise Refused("patches.model", widget="patches", patches=patches, things="ControlNets")
         described = described.with_models_of(guider.conds)
         prompts = sum(map(len, list(guider.conds.values())[: None if guided else 1]))
-        text, cached = text_tokens(guider.conds), self.request.options.step_cache > 0
+        text, cached = sampling_job.text_tokens(guider.conds), self.request.options.step_cache > 0
         work = described.work(call.first_shape, text, prompts=prompts, cached=cached)
         device = guider.model_patcher.load_device
         steps = StepCallback(call.callback, device, [*job.packs, *code_names.packs_named(described.spec.loader)])
@@ -329,9 +279,9 @@ class RemoteSampling:
                 dtype = plan.degrees.options.comm_dtype
                 log.info("[CP] approximate: not the picture of one GPU. Keys, values and heads travel as %s", dtype)
             result = lease.run(plan, replace(job, entries_per_call=plan.entries_per_call), on_step=steps.on_step)
-        set_random_states(result.value["random_states"], device)
+        random_states.set_random_states(result.value["random_states"], device)
         steps.finish(result.value["last"])
-        if compared_sampler() is None:  # or else ComfyUI's own step would begin with what this one has left
+        if comparing.compared_sampler() is None:  # or else ComfyUI's own step would begin with what this one has left
             take_back(result.value)
         for reason in result.value["lost"]:
             log.warning("[CP] what a pack's code has left in the workers cannot come back: %s", reason)
@@ -344,22 +294,33 @@ class RemoteSampling:
         return result.value["samples"]
 
 
+def _note(described: DescribedModel, job: SamplingJob, error: Refused | WorkerLost) -> None:
+    """Remembers what workers cannot have of packs, or have otherwise. Raises any other error again."""
+    if isinstance(error, Refused) and error.code == "pack.state":
+        pack_states.note_unequal(job.states, error)
+        return
+    code_names.note_failed_import(code_names.packs_named(described.spec.loader), error)
+    if isinstance(error, Refused) and error.code == "pack.replaces":
+        runtime.restart(str(error), comfy_setup())  # workers that have not imported that pack
+        replaced_code.note_refused(job.packs, job.replaced, error)
+    if not code_names.note_failed_import(job.packs, error) or code_names.unusable.keys() & {*described.packs}:
+        raise error  # workers have to merge weight patches
+
+
+@dataclass
 class StepCallback:
     """Passes the workers' steps on to ComfyUI's callback; a slow process may miss some, but not the last."""
 
-    def __init__(
-        self, callback: Callable[[int, Any, Any, int], None] | None, device: torch.device, packs: Sequence[str] = ()
-    ) -> None:
-        self._callback = callback
-        self._packs = packs
-        self._device = device
-        self._last: tuple[int, Tensor] | None = None
+    callback: Callable[[int, Any, Any, int], None] | None
+    device: torch.device
+    packs: Sequence[str] = ()
+    _last: tuple[int, Tensor] | None = None
 
     def on_step(self, step: int, x0: Tensor, x: Tensor, total: int) -> None:
         self._last = step, x0
-        code_names.proven.update(self._packs)
-        if self._callback is not None:
-            self._callback(step, x0.to(self._device), x.to(self._device), total)
+        code_names.proven.update(self.packs)
+        if self.callback is not None:
+            self.callback(step, x0.to(self.device), x.to(self.device), total)
 
     def finish(self, last: tuple[int, Tensor, Tensor, int] | None) -> None:
         """Passes the last step on if it was dropped. The step number alone does not tell: samplers may repeat one."""
@@ -370,7 +331,7 @@ class StepCallback:
 
 def _is_guided(guider: CFGGuider) -> bool:
     """Does a step evaluate several prompts at once? At cfg 1 it does not, nor with two MODELs, which take turns."""
-    if len(guider.conds) < 2 or reference(type(guider), "the GUIDER") in TWO_MODEL_GUIDERS:
+    if len(guider.conds) < 2 or code_names.reference(type(guider), "the GUIDER") in TWO_MODEL_GUIDERS:
         return False
     if not isinstance(guider.cfg, int | float):  # of a pack: by step
         return True

@@ -4,35 +4,30 @@ ComfyUI's list of nodes to execute names them. The node's own code makes the cal
 instead of run. A node gets a kept result only if its own call is the same in everything that the result depends on.
 """
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import comfy.sd
 from comfy.model_management import processing_interrupted
 from comfy.model_management import throw_exception_if_processing_interrupted as check_interrupt
 from comfy_execution.graph import ExecutionBlocker, ExecutionList
-from comfy_execution.progress import ProgressHandler, add_progress_handler, get_progress_state
+from comfy_execution.progress import ProgressHandler, add_progress_handler
 from comfy_execution.utils import get_executing_context
 from execution import get_input_data  # ComfyUI's module
 from nodes import NODE_CLASS_MAPPINGS  # type: ignore[attr-defined]  # ComfyUI's module, not our package
 from server import PromptServer
 
+from ...parallel_runtime import jobs, specs
 from ...parallel_runtime.errors import BAD_INPUT, Refused
-from ...parallel_runtime.group.launch import POLL_SECONDS
-from ...parallel_runtime.group.worker_group import equal
-from ...parallel_runtime.jobs import Described
+from ...parallel_runtime.group import launch, worker_group
 from ...parallel_runtime.loading.code_names import is_comfyui, is_of_a_pack
 from ...parallel_runtime.planning.resolve import EncoderSize
 from ...parallel_runtime.request import ParallelRequest
-from ...parallel_runtime.specs import EncoderMethod, ModelSpec
-from ..describe.vae import NotParallel
+from ..describe.model_files import NotParallel
 from .lease import progress_bar
 
 NAME = "context-parallel-sampler"
@@ -43,19 +38,16 @@ MOST = 16  # prompts at once: so many results wait in main memory at most
 class Call:
     """A call of a text encoder: everything that its result depends on, and where it shall run."""
 
-    spec: ModelSpec
+    spec: specs.ModelSpec
     request: ParallelRequest | None
-    method: EncoderMethod
-    described: Described
-    weight_patches: Described  # known by `spec`
+    method: specs.EncoderMethod
+    described: jobs.Described
+    weight_patches: jobs.Described  # known by `spec`
     size: EncoderSize
 
-    def same_as(self, other: Call) -> bool:
-        mine, others = (
-            (call.spec, call.request, call.method, call.described.tree, call.described.tensors)
-            for call in (self, other)
-        )
-        return equal(mine, others)
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        return self.spec, self.request, self.method, self.described.tree, self.described.tensors
 
 
 class Recorded(Exception):
@@ -79,7 +71,7 @@ class Encoding:
         show, shown = progress_bar(), None
         while not self.future.done():
             check_interrupt()
-            wait([self.future], POLL_SECONDS)
+            wait([self.future], launch.POLL_SECONDS)
             if self.step not in (None, shown):
                 shown = self.step
                 show(shown[0], None, None, shown[1])
@@ -90,42 +82,27 @@ class Encoding:
             return None
 
 
-class CanEncodeAhead:
-    """The text encoder of a CLIP that encodes elsewhere."""
-
-    def recording(self, clip: comfy.sd.CLIP) -> Any:
-        """Returns a text encoder for `clip` that raises Recorded at its first call."""
-        raise NotImplementedError
-
-    def encode_ahead(self, calls: Callable[[], list[Call]], prompt: str) -> list[Encoding]:
-        """Begins to compute these calls on another thread where it can at this moment, and returns them."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TextNode:
-    """A text node of ComfyUI's that has not run yet, with the inputs of one text; a list has several."""
+class Text(NamedTuple):
+    """A text of a text node of ComfyUI's that has not run yet, with the node's inputs; a list has several."""
 
     place: tuple[str, int]  # the node's id, and the number of the text
+    clip: comfy.sd.CLIP
     kind: Any
     inputs: dict[str, Any]
 
-    @property
-    def clip(self) -> comfy.sd.CLIP:
-        return self.inputs["clip"]
 
-    def call(self) -> Call | None:
-        """Returns the first call of the text encoder that the node will make; None where it will make none."""
-        made = comfy.sd.CLIP.clone(self.clip)
-        made.load_model = lambda *_: made.patcher
-        made.cond_stage_model = self.clip.cond_stage_model.recording(made)
-        try:
-            _code_of(self.kind)(**self.inputs | {"clip": made})
-        except Recorded as recorded:
-            return recorded.call
-        except (*BAD_INPUT, NotParallel, Refused):  # the node will raise it
-            pass
-        return None
+def _call_of(text: Text) -> Call | None:
+    """Returns the first call of the text encoder that the node will make; None where it will make none."""
+    made = comfy.sd.CLIP.clone(text.clip)
+    made.load_model = lambda *_: made.patcher
+    made.cond_stage_model = text.clip.cond_stage_model.recording(made)
+    try:
+        _code_of(text.kind)(**text.inputs | {"clip": made})
+    except Recorded as recorded:
+        return recorded.call
+    except (*BAD_INPUT, NotParallel, Refused):  # the node will raise it
+        pass
+    return None
 
 
 def _code_of(kind: Any) -> Any:
@@ -148,7 +125,7 @@ class UpcomingPrompts(ProgressHandler):
         asked = {text.clip for text in texts if text.place[0] == node_id}
         for clip in dict.fromkeys(text.clip for text in texts):
             if clip not in asked:
-                self._kept += clip.cond_stage_model.encode_ahead(partial(self._calls, clip), prompt_id)
+                self._kept += clip.cond_stage_model.encode_ahead(functools.partial(self._calls, clip), prompt_id)
 
     def beside(self, clip: comfy.sd.CLIP) -> list[Call]:
         """Returns the calls that nodes will make of this CLIP after that of the node that runs."""
@@ -165,7 +142,7 @@ class UpcomingPrompts(ProgressHandler):
     def take(self, call: Call) -> Any:
         """Returns the result of a kept call that is the same, once it has been computed; None where there is none."""
         for encoding in self._kept:
-            if encoding.call.same_as(call):
+            if worker_group.equal(encoding.call.identity, call.identity):
                 self._kept.remove(encoding)
                 return encoding.result()
         return None
@@ -174,9 +151,9 @@ class UpcomingPrompts(ProgressHandler):
         texts = [text for text in self._texts() if text.clip is clip and text.place not in self._seen]
         texts = texts[: MOST - len(self._kept)]
         self._seen |= {text.place for text in texts}
-        return [call for text in texts if (call := text.call()) is not None]
+        return [call for call in map(_call_of, texts) if call is not None]
 
-    def _texts(self) -> Iterator[TextNode]:
+    def _texts(self) -> Iterator[Text]:
         """Yields texts whose CLIP is here and encodes in the workers, without hooks, and whose other inputs are
         known."""
         if (execution := self._execution()) is None:
@@ -190,11 +167,10 @@ class UpcomingPrompts(ProgressHandler):
             inputs, missing, *_ = get_input_data(node["inputs"], kind, node_id, execution, execution.dynprompt)
             for index in range(0 if missing else max(map(len, inputs.values()))):
                 each = {name: values[min(index, len(values) - 1)] for name, values in inputs.items()}
-                text = TextNode(place=(node_id, index), kind=kind, inputs=each)
-                in_workers = isinstance(getattr(text.clip, "cond_stage_model", None), CanEncodeAhead)
+                in_workers = hasattr(type(getattr(each["clip"], "cond_stage_model", None)), "encode_ahead")
                 blocked = any(isinstance(value, ExecutionBlocker) for value in each.values())
-                if in_workers and not blocked and text.clip.patcher.forced_hooks is None:
-                    yield text
+                if in_workers and not blocked and each["clip"].patcher.forced_hooks is None:
+                    yield Text((node_id, index), each["clip"], kind, each)
 
 
 def note_executions() -> None:
@@ -207,11 +183,6 @@ def note_executions() -> None:
         add_progress_handler(UpcomingPrompts(self))
 
     ExecutionList.__init__ = noting
-
-
-def upcoming() -> UpcomingPrompts | None:
-    """Returns those of the execution in progress; None outside of one."""
-    return get_progress_state().handlers.get(NAME)
 
 
 def is_over(prompt: str) -> bool:

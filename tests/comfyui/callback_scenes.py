@@ -20,7 +20,7 @@ from torch import Tensor  # isort: skip
 
 from .vae_scenes import _cp_vae  # isort: skip
 
-demo, remote, routes = (node_module(name) for name in ("classes.cp_loaders", "remote.sampling_run", "server.routes"))
+demo, remote, routes = (node_module(name) for name in ("classes.cp_loaders", "remote.sampling_run", "routes"))
 readings = pack_module("parallel_runtime.wire.messages").Readings
 errors, specs = pack_module("parallel_runtime.errors"), pack_module("parallel_runtime.specs")
 runtime = pack_module("parallel_runtime.group.runtime").runtime
@@ -157,5 +157,5 @@ def delivered(rank: int, world: int, steps: list[list[float]], last: list[float]
 def path_of_a_link(rank: int, world: int, folder: str) -> str:
     """The path by which workers are told of a file that ComfyUI loads by a link to it."""
     os.symlink(demo.MODEL, link := os.path.join(folder, "chosen.safetensors"))
-    (file,) = node_module("describe.model").model_spec(comfy.sd.load_diffusion_model(link)).files
+    (file,) = node_module("describe.model_source").model_spec(comfy.sd.load_diffusion_model(link)).files
     return file.path

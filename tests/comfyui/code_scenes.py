@@ -257,7 +257,7 @@ def couples_frames(rank: int, world: int, name: str) -> list[bool]:
     """Whether the images of a UNet's batch may not be shared out, and whether neither images nor prompts may."""
     network = tiny.make(name)
     known = architecture_of(network)
-    return [known.images_coupled(network), node_module("describe.batch_coupling").network_couples_batch(network, {})]
+    return [known.images_coupled(network), node_module("describe.model_patches").network_couples_batch(network, {})]
 
 
 def guided_by(rank: int, world: int, guides: list[dict[str, Any]] | None) -> tuple[bool, str]:
@@ -277,7 +277,7 @@ def hooked(rank: int, world: int) -> list[bool]:
 
 def help_pages(rank: int, world: int) -> dict[str, bool]:
     """The page of the troubleshooting for each kind of loss, and whether there is one of this name."""
-    status_of, events = pack_module("parallel_runtime.group.activity"), node_module("server.routes")
+    status_of, events = pack_module("parallel_runtime.group.activity"), node_module("routes")
     kinds = ("killed", "exited", "torchrun", "gone", "silent", "raised", "out_of_memory")
     losses = (status_of.Loss(rank=0, kind=kind) for kind in kinds)
     pages = [events.help_page(status_of.Status(state="died", loss=loss)) for loss in losses]

@@ -36,7 +36,7 @@ def outer_methods(rank: int, world: int) -> list[list[str]]:
         asked.append([method, *arguments])
         return [torch.zeros(1)], [torch.zeros(1)]
 
-    remote.check_network = remote.check_module = lambda *_: None  # the imitation's code is no file of ComfyUI's
+    remote.check_network = lambda *_: None  # the imitation's code is no file of ComfyUI's
     network = remote.remote_network(later.sensenova(), evaluation)
     network.preprocess_prefix(torch.zeros(1, 5, dtype=torch.long))
     network(torch.zeros(1, 3, 32, 32), torch.zeros(1), text_input_ids=torch.zeros(1, 5))
@@ -57,7 +57,7 @@ def malloc_graph(rank: int, world: int) -> list[str]:
         seen.append("evaluated")
         return torch.zeros(1)
 
-    remote.check_network = remote.check_module = lambda *_: None
+    remote.check_network = lambda *_: None
     comfy.model_prefetch.pause_malloc_graph = pause
     try:
         remote.remote_network(later.sensenova(), evaluation)(torch.zeros(1, 3, 32, 32), torch.zeros(1))

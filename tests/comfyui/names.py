@@ -28,16 +28,20 @@ def used_names() -> frozenset[str]:
 
 def names_in(tree: ast.AST) -> Iterator[str]:
     """Dotted names of what is imported, and of attributes of modules that are imported as a whole."""
-    bound = set()
+    bound = {}  # the dotted name of each name in the file
     for node in ast.walk(tree):
         match node:
             case ast.Import(names=imported):
                 yield from (alias.name for alias in imported)
-                bound |= {alias.name.split(".")[0] for alias in imported if not alias.asname}
+                packages = [alias.name.split(".")[0] for alias in imported if not alias.asname]
+                bound |= dict(zip(packages, packages, strict=True))
             case ast.ImportFrom(module=str(module), names=imported, level=0):
                 yield from (f"{module}.{alias.name}" for alias in imported)
+                bound |= {alias.asname or alias.name: f"{module}.{alias.name}" for alias in imported}
     attributes = (_dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute))
-    yield from (name for name in attributes if name.split(".")[0] in bound and not name.endswith("__"))
+    for first, dot, rest in (name.partition(".") for name in attributes if not name.endswith("__")):
+        if first in bound:
+            yield bound[first] + dot + rest
 
 
 def _dotted(node: ast.expr) -> str:

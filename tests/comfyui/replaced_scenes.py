@@ -31,7 +31,7 @@ import folder_paths  # isort: skip
 import torch  # isort: skip
 
 OUTER_SAMPLE = comfy.patcher_extension.WrappersMP.OUTER_SAMPLE
-coupling, describing = node_module("describe.batch_coupling"), node_module("describe.model_files")
+describing = node_module("describe.model_files")
 foreign, model_patches = node_module("describe.foreign_code"), node_module("describe.model_patches")
 packs, replacing = (pack_module(f"parallel_runtime.loading.{name}") for name in ("code_names", "replaced_code"))
 FILE = "/somewhere/custom_nodes/a_pack/nodes.py"
@@ -228,7 +228,7 @@ def kept_between_evaluations(rank: int, world: int) -> list[str]:
     folder_paths.add_model_folder_path("custom_nodes", "/somewhere/custom_nodes")
     packs._pack_of.cache_clear()
     each = {name: replacing.Replaced("comfy.samplers.get_area_and_mult", vars(pack)[name]) for name in names}
-    return [name for name, one in each.items() if coupling.couples_evaluations(one)]
+    return [name for name, one in each.items() if foreign.couples_evaluations(one)]
 
 
 def coupled_by_replaced_code(rank: int, world: int) -> list[bool]:

@@ -23,7 +23,7 @@ from .pack import node_module, pack_module
 import comfy.model_management  # isort: skip  # the pack's module has made ComfyUI importable
 
 lease, routes, memory, evaluation = (
-    node_module(name) for name in ("remote.lease", "server.routes", "remote.comfy_memory", "remote.remote_model")
+    node_module(name) for name in ("remote.lease", "routes", "remote.comfy_memory", "remote.remote_model")
 )
 runtime = pack_module("parallel_runtime.group.runtime").runtime
 run_plan = pack_module("parallel_runtime.planning.run_plan")

@@ -14,7 +14,7 @@ from typing import Any
 from ..groups import Stop
 from .pack import node_module, pack_module
 
-settings, routes = node_module("server.settings"), node_module("server.routes")
+settings, routes = node_module("describe.host"), node_module("routes")
 local, vae = node_module("describe.host"), node_module("remote.remote_vae")
 runtime = pack_module("parallel_runtime.group.runtime").runtime
 Placement = pack_module("parallel_runtime.specs").Placement

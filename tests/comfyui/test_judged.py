@@ -34,12 +34,13 @@ def test_a_name_is_seen_however_it_is_used() -> None:
     code = """
 import comfy.sd, comfy.utils as short
 from comfy.samplers import KSampler as Other
+from comfy import sample
 from .server import bind
 comfy.model_management.free_memory(comfy.sd.__name__)
-server.listen(short.load)
+server.listen(short.load, sample.fix)
 """
     names = {"comfy.sd", "comfy.utils", "comfy.samplers.KSampler", "comfy.model_management.free_memory"}
-    assert {*names_in(ast.parse(code))} == names | {"comfy.model_management"}
+    assert {*names_in(ast.parse(code))} == names | {"comfy.model_management", "comfy.sample", "comfy.sample.fix"}
 
 
 def test_a_key_is_seen_however_it_is_read() -> None:

@@ -19,7 +19,7 @@ import comfy.utils  # isort: skip
 import torch  # isort: skip
 
 describe, remote_model, coupling = (
-    node_module(name) for name in ("describe.model", "remote.remote_model", "describe.batch_coupling")
+    node_module(name) for name in ("describe.model", "remote.remote_model", "describe.model_patches")
 )
 sampling_job, model_patches = node_module("describe.sampling_job"), node_module("describe.model_patches")
 sampling = pack_module("parallel_runtime.worker.comfy_loop.sampling")

@@ -15,7 +15,7 @@ import torch  # isort: skip
 
 from ..zoo import vaes  # isort: skip
 
-vae, describe = node_module("classes.cp_vae_and_clip"), node_module("describe.vae")
+vae, describe = node_module("remote.remote_vae"), node_module("describe.model_files")
 
 
 def _cp_vae() -> tuple[comfy.sd.VAE, Any]:

@@ -301,7 +301,7 @@ def load_patcher(spec: ModelSpec) -> RankPatcher | None:
     """Returns what the loader makes in this worker; None where that has not the spec's fingerprint, if it has one.
     Raises Refused where the node of a pack fails."""
 
-    def decode(value: dict[str, Any]) -> Any:  # the dtypes and enums that nodes/describe/model.py encodes
+    def decode(value: dict[str, Any]) -> Any:  # the dtypes and enums that nodes/describe/model_source.py encodes
         if value.keys() == {"enum", "name"}:
             return named(value["enum"])[value["name"]]
         return getattr(torch, value["torch.dtype"]) if value.keys() == {"torch.dtype"} else value

@@ -1,48 +1,41 @@
 """The worker group's status in JSON, for /cp/status and as the event cp.status whenever it changes; and the HTTP routes
 under /cp, which ComfyUI serves under /api/cp too, behind its own check of the origin."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os
 import platform
-import threading
 import time
 import tomllib
-from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import comfy.model_management
-import comfyui_version
 import folder_paths
 import torch
 from aiohttp import web
 from server import PromptServer
 
-from ...parallel_runtime import TESTED, numbers
-from ...parallel_runtime.commands.migrate import LARGE_ENCODER_BYTES
-from ...parallel_runtime.errors import Refused, say, say_if, to_json
-from ...parallel_runtime.group.activity import BUSY, RankStatus, Status
-from ...parallel_runtime.group.runtime import runtime
-from ...parallel_runtime.group.torchrun import LINES
-from ...parallel_runtime.loading.code_names import unusable
-from ...parallel_runtime.planning.request_checks import Change, changes, changes_to, instead
-from ...parallel_runtime.request import ParallelRequest
-from ...parallel_runtime.specs import Parallelism
-from ..describe.host import comfy_setup, gpus_json, plan_without_model, refusal_json, visible_gpus
-from .settings import PACKAGES, refresh
+from ..parallel_runtime.commands.migrate import LARGE_ENCODER_BYTES
+from ..parallel_runtime.errors import Refused, say, to_json
+from ..parallel_runtime.group.activity import BUSY, RankStatus, Status
+from ..parallel_runtime.group.runtime import runtime
+from ..parallel_runtime.group.torchrun import LINES
+from ..parallel_runtime.loading.code_names import unusable
+from ..parallel_runtime.planning.request_checks import changes, changes_to, instead
+from ..parallel_runtime.request import ParallelRequest
+from ..parallel_runtime.specs import Parallelism
+from .describe import host
 
 EVENT = "cp.status"
 POLL_SECONDS = 0.25
 STATUS_FIELDS = ("state", "reason", "since", "stage", "model", "loaded", "step", "steps")
 WEIGHT_FIELDS = ("model", "resident", "fetched")  # of a Holding
-VERSION = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["version"]
+VERSION = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["version"]
 log = logging.getLogger(__name__)
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[1] / "docs"
 
 
 def status_json(now: Status) -> dict[str, Any]:
@@ -72,53 +65,20 @@ def help_page(now: Status) -> str:
     return pages.get(now.loss.kind, "worker-was-killed")
 
 
-def untested() -> str:
-    """Returns a sentence where this ComfyUI has a newer minor version than our tests have run, else ""."""
-    found, tested = numbers(comfyui_version.__version__)[:2], numbers(TESTED)[:2]
-    return say_if(found > tested, "untested", tested="{}.{}".format(*tested), found="{}.{}".format(*found))
-
-
-def full_status_json() -> dict[str, Any]:
-    """Returns the status as JSON, with GPUs, limits and versions, which events leave out."""
-    return {
-        **status_json(runtime.status()),
-        "untested": to_json(untested()),
-        "gpus": visible_gpus(),
-        "gpu_list": gpus_json(),
-        "cores": os.cpu_count(),
-        "idle_seconds": runtime.idle_seconds,
-        "stall_seconds": runtime.stall_seconds,
-        "versions": {"context-parallel-sampler": VERSION, "torch": torch.__version__, "os": platform.system()},
-    }
-
-
 def status_text(now: Status) -> str:
     """Returns the status in a few English words; the page shows it in the user's language."""
-    match now.state:
-        case "none":
-            return "no workers"
-        case "unstarted":
-            return "the workers did not start"
-        case "loading":
-            return f"loading {now.loaded:.0%}"
-        case "sampling" if now.steps:
-            return f"step {now.step} of {now.steps}"
-        case state:
-            return state
+    if now.state == "sampling" and now.steps:
+        return f"step {now.step} of {now.steps}"
+    words = {"none": "no workers", "unstarted": "the workers did not start", "loading": f"loading {now.loaded:.0%}"}
+    return words.get(now.state, now.state)
 
 
-def start_publishing() -> None:
-    """Starts to send every change to all pages, to apply saved settings, and to fill the journal."""
-    for package in PACKAGES:
-        logging.getLogger(package).addHandler(runtime.journal)
-    threading.Thread(target=_publish, name="cp status", daemon=True).start()
-
-
-def _publish() -> None:
-    """Polls the status, so that no page can slow a run down."""
+def publish() -> None:
+    """Sends every change to all pages, and applies saved settings; polls the status, so that no page can slow a run
+    down."""
     sent: Status | None = None
     while True:
-        refresh()
+        host.refresh()
         now = runtime.status()
         if now != sent:
             PromptServer.instance.send_sync(EVENT, status_json(now))
@@ -155,7 +115,28 @@ def add_routes() -> None:
 
 async def get_status(_: web.Request) -> web.Response:
     """Returns the status of the group and of each rank, and the limits that apply."""
-    return web.json_response(await asyncio.to_thread(full_status_json))
+    return web.json_response(await asyncio.to_thread(_full_status_json))
+
+
+def _full_status_json() -> dict[str, Any]:
+    """Returns the status as JSON, with GPUs, limits and versions, which events leave out."""
+    kind, gpus = comfy.model_management.get_torch_device().type, []
+    module = getattr(torch, kind, None)
+    for index in range(host.visible_gpus()):
+        one = module.get_device_properties(index) if module is not None else None
+        # Memory is None for a kind that does not tell it.
+        facts = {"name": str(getattr(one, "name", kind)), "total_bytes": getattr(one, "total_memory", None)}
+        gpus.append({"index": index, **facts})
+    return {
+        **status_json(runtime.status()),
+        "untested": to_json(host.untested()),
+        "gpus": len(gpus),
+        "gpu_list": gpus,
+        "cores": os.cpu_count(),
+        "idle_seconds": runtime.idle_seconds,
+        "stall_seconds": runtime.stall_seconds,
+        "versions": {"context-parallel-sampler": VERSION, "torch": torch.__version__, "os": platform.system()},
+    }
 
 
 async def get_logs(request: web.Request) -> web.Response:
@@ -180,18 +161,15 @@ async def get_help(request: web.Request) -> web.Response:
 async def get_encoder(request: web.Request) -> web.Response:
     """Returns whether CP CLIP pays for a CLIP of these files (?clip=NAME&clip=NAME), beside a network of these
     (&model=NAME): a large one, or one without room on ComfyUI's GPU, where there is another GPU."""
-    encoder, network = (
-        sum(_file_bytes(folder, name) for name in request.query.getall(parameter, []))
-        for parameter, folder in (("clip", "text_encoders"), ("model", "diffusion_models"))
-    )
+    sizes = {"clip": 0, "model": 0}
+    for parameter, folder in {"clip": "text_encoders", "model": "diffusion_models"}.items():
+        for name in request.query.getall(parameter, []):
+            path = folder_paths.get_full_path(folder, name)
+            sizes[parameter] += os.path.getsize(path) if path else 0
+    encoder, network = sizes["clip"], sizes["model"]
     room = comfy.model_management.get_total_memory(comfy.model_management.get_torch_device())
     pays = encoder > LARGE_ENCODER_BYTES or (encoder > 0 and encoder + network > room)
-    return web.json_response({"pays": pays and visible_gpus() != 1, "bytes": encoder})
-
-
-def _file_bytes(folder: str, name: str) -> int:
-    path = folder_paths.get_full_path(folder, name)
-    return os.path.getsize(path) if path else 0
+    return web.json_response({"pays": pays and host.visible_gpus() != 1, "bytes": encoder})
 
 
 async def stop(_: web.Request) -> web.Response:
@@ -206,18 +184,18 @@ async def stop(_: web.Request) -> web.Response:
 
 async def free(_: web.Request) -> web.Response:
     """Has the workers unload their models; the next run loads again."""
-    before = sum(_weight_bytes())
+    before = _weight_bytes()
     freed = await asyncio.to_thread(_unload_models)
     if freed is None:
         return _error("no workers are idle")
-    return web.json_response({"freed": freed, "bytes": before - sum(_weight_bytes())})
+    return web.json_response({"freed": freed, "bytes": before - _weight_bytes()})
 
 
 async def restart(_: web.Request) -> web.Response:
     """Ends the workers, also during a run, which fails, and starts others in the background, which try packs again that
     have failed in these."""
     unusable.clear()
-    if not await asyncio.to_thread(runtime.restart, say("ended.restarted"), comfy_setup()):
+    if not await asyncio.to_thread(runtime.restart, say("ended.restarted"), host.comfy_setup()):
         return _error("there are no workers to restart")
     log.info("[CP] the workers have stopped: %s", say("ended.restarted"))
     return web.json_response({"restarted": True})
@@ -229,21 +207,23 @@ async def check(request: web.Request) -> web.Response:
         values = await request.json()
     except (ValueError, LookupError, RecursionError) as error:  # LookupError: of the request's charset
         refused = Refused("config.unreadable", reason=str(error))
-        return web.json_response({"error": str(refused), **refusal_json(refused), "fix": []}, status=400)
+        return web.json_response({"error": str(refused), **host.refusal_json(refused), "fix": []}, status=400)
     return web.json_response(await asyncio.to_thread(_plan_json, values))
 
 
 def _plan_json(values: object) -> dict[str, Any]:
-    gpus = visible_gpus()
+    gpus = host.visible_gpus()
+    config = None
     try:
         config = ParallelRequest.of(values)
+        plan = host.plan_without_model(config, guided=True)
     except Refused as refused:
-        return _refusal(gpus, refused, changes_to(refused.fix))
-    try:
-        plan = plan_without_model(config, guided=True)
-    except Refused as refused:
-        nearest, wrong = instead(partial(plan_without_model, guided=True), config, refused)
-        return _refusal(gpus, wrong, changes(config, nearest))
+        wrong, changed = refused, changes_to(refused.fix)
+        if config is not None:
+            nearest, wrong = instead(partial(host.plan_without_model, guided=True), config, refused)
+            changed = changes(config, nearest)
+        fix = [asdict(change) for change in changed]
+        return {"gpus": gpus, "reason": str(wrong), **host.refusal_json(wrong), "fix": fix}
     placement = plan.placement
     degrees = config.degrees_without_model(placement.world_size)
     result = {"workers": placement.world_size, "devices": placement.devices, "degrees": degrees}
@@ -251,20 +231,15 @@ def _plan_json(values: object) -> dict[str, Any]:
     return {"gpus": gpus, "cores": os.cpu_count(), "reason": "", **result}
 
 
-def _refusal(gpus: int, refused: Refused, changed: Sequence[Change]) -> dict[str, Any]:
-    fix = [asdict(change) for change in changed]
-    return {"gpus": gpus, "reason": str(refused), **refusal_json(refused), "fix": fix}
-
-
 def _unload_models() -> list[str] | None:
     with runtime.idle_group() as group:
         return None if group is None else [model.spec.title for model in list(group.models.values()) if model.free()]
 
 
-def _weight_bytes() -> list[int]:
-    """Returns the size of the weights on each worker's device."""
+def _weight_bytes() -> int:
+    """Returns the size of the weights on all workers' devices."""
     readings = [rank.readings for rank in runtime.status().ranks if rank.readings is not None]
-    return [sum(model.resident for model in reading.weights) for reading in readings]
+    return sum(model.resident for reading in readings for model in reading.weights)
 
 
 def _error(reason: str, code: int = 409) -> web.Response:

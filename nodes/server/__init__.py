@@ -1,1 +1,0 @@
-"""Routes, status and settings for the page, and workers that start ahead of a run."""
