@@ -15,7 +15,7 @@ if __name__ == "__main__":
 
     name = [*sys.argv[1:], ""][0]
     if name not in COMMANDS:
-        listing = "".join(f"\n  {name:10}{command.purpose}" for name, command in COMMANDS.items())
+        listing = "".join(f"\n  {name:10}{purpose}" for name, (_, purpose, _) in COMMANDS.items())
         usage = f"usage: python -m parallel_runtime {{{','.join(COMMANDS)}}} [--help]{listing}"
         if sys.argv[1:] in (["--help"], ["-h"]):
             sys.exit(sys.stdout.write(f"{usage}\n") and 0)
@@ -23,9 +23,10 @@ if __name__ == "__main__":
         if name in MOVED:
             unknown = f"{name} is for developers, who run it as python -m {MOVED[name]}\n"
         sys.exit(unknown + usage)
-    options = COMMANDS[name].parsed(sys.argv[2:])
+    module, _, parsed = COMMANDS[name]
+    options = parsed(sys.argv[2:])
     try:
-        command = importlib.import_module(f".commands.{COMMANDS[name].module}", __package__)
+        command = importlib.import_module(f".commands.{module}", __package__)
     except ModuleNotFoundError as missing:
         if missing.name not in ("torch", "diffusers", "safetensors"):
             raise

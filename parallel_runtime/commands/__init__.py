@@ -4,21 +4,12 @@ torch: --help answers at once, with any Python that we support."""
 import argparse
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import TextIO
 
 ROOT = Path(__file__).resolve().parents[2]
 PACK_SECONDS = 120.0  # a pack whose import takes longer is taken to hang
-
-
-class Command(NamedTuple):
-    """`module` in this folder has `main(options)`, which returns the exit status; it is imported when the command is
-    called, as each needs other packages. `parsed` returns the options of a command line, or exits."""
-
-    module: str
-    purpose: str
-    parsed: Callable[[Sequence[str]], argparse.Namespace]
 
 
 def log_to(stream: TextIO) -> None:
@@ -155,10 +146,12 @@ def _report(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+# By name: the file here whose main(options) returns the exit status, and which is imported when the command is called,
+# as each needs other packages; what the command is for; and what returns the options of its command line, or exits.
 COMMANDS = {
-    "demo": Command("demo_run", "draw a picture with the small model of this pack", _demo),
-    "join": Command("join", "lend this machine's devices to a ComfyUI on another", _join),
-    "migrate": Command("migrate", "convert a saved workflow to CP samplers, or back with --back", _migrate),
-    "packs": Command("installed_packs", "try which packs of custom nodes workers can import, at what cost", _packs),
-    "report": Command("report", "measure what this machine can do", _report),
+    "demo": ("demo_run", "draw a picture with the small model of this pack", _demo),
+    "join": ("join", "lend this machine's devices to a ComfyUI on another", _join),
+    "migrate": ("migrate", "convert a saved workflow to CP samplers, or back with --back", _migrate),
+    "packs": ("installed_packs", "try which packs of custom nodes workers can import, and what it costs", _packs),
+    "report": ("report", "measure what this machine can do", _report),
 }

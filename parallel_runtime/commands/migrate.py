@@ -60,9 +60,8 @@ class SwappedNode:
 
     def __str__(self) -> str:
         where = f" in {self.place}" if self.place else ""
-        what = f"{self.before} -> {self.after}" if self.before and self.after else self.after or self.before
-        how = "" if self.before and self.after else " added" if self.after else " taken away"
-        return f"node {self.node}{where}: {what}{how}"
+        what = f"{self.before} -> {self.after}" if self.before else f"{self.after} added"
+        return f"node {self.node}{where}: {what if self.after else f'{self.before} taken away'}"
 
 
 def migrated(workflow: Any, *, back: bool = False, large: IsLarge = lambda _: False) -> tuple[Json, list[SwappedNode]]:

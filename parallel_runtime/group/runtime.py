@@ -141,7 +141,22 @@ class Runtime:
         borrows it gets the error of a failed start."""
         if queued:
             self.history.expect()
-        self._start_in_thread(placement, comfy)
+
+        def unless_closing() -> None:
+            if self._closing.is_set():
+                raise ParallelError(say("ended.closing"))
+
+        def start() -> None:
+            try:
+                with self._locked() as acquired:
+                    if acquired and self.live is None:
+                        self._current(placement, comfy, unless_closing)
+                        self._last_used_at = time.monotonic()
+            except ParallelError as error:
+                if not self._closing.is_set():
+                    log.warning("[CP] workers did not start ahead of a run, which will start them again: %s", error)
+
+        threading.Thread(target=start, name="start workers", daemon=True).start()
 
     def status(self) -> Status:
         """Returns the status. To be called often: it detects an idle group's death, and ends one after its timeout."""
@@ -166,7 +181,7 @@ class Runtime:
         self.history.expect_nobody()
         if group is None:
             if now.state in ("died", "unstarted") and now.placement is not None:
-                self._start_in_thread(now.placement, comfy)
+                self.start_ahead(now.placement, comfy, queued=False)
                 return True
             return now.state == "starting"
 
@@ -175,7 +190,7 @@ class Runtime:
                 group.kill(reason)
             elif self.group is group:  # nobody has replaced it meanwhile
                 self._close()
-        self._start_in_thread(group.placement, group.comfy)
+        self.start_ahead(group.placement, group.comfy, queued=False)
         return True
 
     def close(self) -> None:
@@ -225,23 +240,6 @@ class Runtime:
             self.group = WorkerGroup(placement, comfy, watch, self._activity, lambda: self.stall_seconds)
             self.profiles[placement] = self.measured.settled(placement, self.group.profile)
         return self.group
-
-    def _start_in_thread(self, placement: Placement, comfy: ComfySetup | None) -> None:
-        def unless_closing() -> None:
-            if self._closing.is_set():
-                raise ParallelError(say("ended.closing"))
-
-        def start() -> None:
-            try:
-                with self._locked() as acquired:
-                    if acquired and self.live is None:
-                        self._current(placement, comfy, unless_closing)
-                        self._last_used_at = time.monotonic()
-            except ParallelError as error:
-                if not self._closing.is_set():
-                    log.warning("[CP] workers did not start ahead of a run, which will start them again: %s", error)
-
-        threading.Thread(target=start, name="start workers", daemon=True).start()
 
     def _close(self) -> None:
         if self.group is not None:

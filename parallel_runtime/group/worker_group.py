@@ -12,7 +12,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -123,7 +123,7 @@ class PayloadCache:
         self._patches_fingerprints[model.unpatched] = model.patches_fingerprint
 
 
-class WorkerGroup:
+class WorkerGroup(AbstractContextManager["WorkerGroup"]):
     """A context manager. A ParallelError ends the group, and later requests raise it again: start another group. An
     exception that `watch` or `on_step` raises cancels the job on every rank, and the group stays."""
 
@@ -254,9 +254,6 @@ class WorkerGroup:
         """Ends every process at once; a run in progress then raises WorkerDied with this reason."""
         self._kill_error = WorkerDied(reason)
         self._processes.kill()
-
-    def __enter__(self) -> WorkerGroup:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

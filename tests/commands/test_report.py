@@ -59,7 +59,8 @@ def no_comfyui(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def main(*arguments: str) -> int:
-    return report.main(COMMANDS["report"].parsed(["--devices", "cpu", *arguments]))
+    _, _, parsed = COMMANDS["report"]
+    return report.main(parsed(["--devices", "cpu", *arguments]))
 
 
 @pytest.mark.parametrize(
