@@ -66,17 +66,12 @@ class SwappedNode:
 
 def migrated(workflow: Any, *, back: bool = False, large: IsLarge = lambda _: False) -> tuple[Json, list[SwappedNode]]:
     """Returns a copy of `workflow` with CP nodes, or `back` with native ones, and what was changed; a text encoder that
-    is `large` gets a CP CLIP. Raises ValueError for what is no workflow."""
+    is `large` gets a CP CLIP. Raises Refused, a ValueError, for what is no workflow."""
     workflow, names = copy.deepcopy(workflow), NATIVE if back else REPLACEMENTS
-    if not isinstance(workflow, dict):
-        raise ValueError(f"a workflow is a JSON object, and this is a {type(workflow).__name__}")
-    if isinstance(workflow.get("nodes"), list):
+    if isinstance(workflow, dict) and isinstance(workflow.get("nodes"), list):
         graphs = [*saved.graphs_of(workflow)]
         return workflow, [change for place, graph in graphs for change in _swap_nodes(graph, place, names, large)]
-    calls = _calls(workflow)
-    if not calls or not all(isinstance(call, dict) and "class_type" in call for call in calls.values()):
-        raise ValueError("neither a workflow as ComfyUI saves it (nodes) nor one exported for its API (class_type)")
-    return workflow, [*_swap_calls(calls, names, large)]
+    return workflow, [*_swap_calls(saved.calls_of(workflow), names, large)]
 
 
 def remaining(workflow: Json) -> list[str]:
@@ -87,7 +82,7 @@ def remaining(workflow: Json) -> list[str]:
             where = f" in {place}" if place else ""
             found += [(_number(node), where, node.get("type")) for node in saved.items(graph.get("nodes"))]
     else:
-        found += [(name, "", call["class_type"]) for name, call in _calls(workflow).items()]
+        found += [(name, "", call["class_type"]) for name, call in saved.calls_of(workflow).items()]
     return [f"node {number}{where} ({kind})" for number, where, kind in found if kind in OTHERS]
 
 
@@ -245,11 +240,6 @@ def _texts(values: Any) -> list[str]:
     return [value for value in values if isinstance(value, str)]
 
 
-def _calls(workflow: Json) -> Json:
-    """Returns the nodes of a workflow that was exported for the API, or of a request to /prompt."""
-    return workflow["prompt"] if isinstance(workflow.get("prompt"), dict) else workflow
-
-
 def _inputs(call: Json) -> Json:
     return call["inputs"] if isinstance(call.get("inputs"), dict) else {}
 
@@ -257,7 +247,7 @@ def _inputs(call: Json) -> Json:
 def _swap_calls(calls: Json, names: dict[str, str], large: IsLarge) -> Iterator[SwappedNode]:
     configs = [name for name, call in calls.items() if call["class_type"] == CONFIG]
     config = [configs[0], 0] if len(configs) == 1 and names is REPLACEMENTS else None
-    samplers = {name: call for name, call in calls.items() if str(call["class_type"]) in names}
+    samplers = {name: call for name, call in calls.items() if call["class_type"] in names}
     for name, call in samplers.items():
         before, after = call["class_type"], names[call["class_type"]]
         call["class_type"] = after

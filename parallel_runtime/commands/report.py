@@ -40,7 +40,6 @@ from . import ROOT, find_comfyui, log_to
 from .saved_graph import ClassOf, calls_of, summary
 
 log = logging.getLogger(__name__)
-
 Measurement = dict[str, Any]  # by the names of COLUMNS, and "failed": why there is no more to tell
 NAME, ENDINGS = "report", (".jsonl", ".md")
 NODE = "CPCompare"  # the node's class, and its name in the prompt
@@ -88,12 +87,13 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _summarise_workflow(options: argparse.Namespace, comfyui: str) -> int:
-    out, workflow, facts = options.out, summary(_read(options.workflow), _classes(comfyui)), machine(comfyui)
+    facts = machine(comfyui)
     versions = {name: facts[name] for name in ("python", "torch", "cuda", "devices", "comfyui")}
     versions |= {name: version_of(name) for name in ("comfyui-frontend-package", "comfyui-workflow-templates")}
-    path = (out / "workflow" if out.is_dir() else out).with_suffix(".workflow.json")
+    report = {"versions": versions, "workflow": summary(_read(options.workflow), _classes(comfyui))}
+    path = (options.out / "workflow" if options.out.is_dir() else options.out).with_suffix(".workflow.json")
     try:
-        path.write_text(json.dumps({"versions": versions, "workflow": workflow}, indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise Refused("report.unwritten", error=str(error)) from None
     contains = "the nodes, their links, numbers and choices, versions, and the classes of networks"

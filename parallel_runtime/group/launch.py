@@ -184,8 +184,9 @@ class Processes:
             if output is not None and rank < len(self._placement.devices):
                 sent.insert(0, (MapOutput(), output))
             for each, file in sent:
+                copy = None if file is None else os.dup(file)
                 try:
-                    channel.send(each, None if file is None else os.dup(file))
+                    channel.send(each, copy)
                 except OSError:
                     raise self.died(rank) from None
 

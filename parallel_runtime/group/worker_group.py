@@ -188,26 +188,19 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         assert parallelism.world_size == self.placement.world_size
         if self._error is not None:
             raise self._error
-        number = next(self._jobs)
         self.activity.begin_request(model, parallelism, job)
         unrecordable = model.unpatched in self.activity.unrecordable
         effective = parallelism.with_options(cuda_graphs="off") if unrecordable else parallelism
+        size = (model, effective, job.shapes) if isinstance(job, EvaluationJob) else None
+        longest = self._longest_evaluations.get(size, 0.0)
+        message = Run(next(self._jobs), model, effective, weight_placement)
+        self.in_run = True
         try:
             with (
                 self.payloads.unsent_parts(job, model) as payload,
                 bundled({"kind": type(job).__name__, **vars(payload)}) as bundle,
             ):
-                self._processes.ask(Run(number, model, effective, weight_placement), bundle, output)
-                self.in_run = True
-                size = (model, effective, job.shapes) if isinstance(job, EvaluationJob) else None
-                longest = self._longest_evaluations.get(size, 0.0)
-                answers = self._collect_answers(number, LOAD_SECONDS, on_step, watch, longest)
-                if self._kill_error is not None:  # its processes are ending, also where they have answered
-                    raise self._kill_error
-        except Refused:
-            raise
-        except ParallelError as error:
-            raise self._lose(error) from None
+                answers = self._answers(message, LOAD_SECONDS, on_step, watch, longest, bundle, output)
         finally:
             self.in_run = False
             if self.activity.now.state in BUSY:
@@ -263,32 +256,39 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
 
     def _measure(self, limit: float, watch: Watch = lambda: None, **freed: Any) -> tuple[Readings, ...]:
         """Does what the fields `freed` of a Measure say, and returns each rank's readings."""
-        if self._error is not None:
-            raise self._error
-        number = next(self._jobs)
-        try:
-            self._processes.ask(Measure(number, **freed))
-            self._collect_answers(number, limit, lambda *_: None, watch)
-        except ParallelError as error:
-            raise self._lose(error) from None
+        self._answers(Measure(next(self._jobs), **freed), limit, lambda *_: None, watch)
         return self.readings
 
-    def _collect_answers(
-        self, job: int, limit: float, on_step: OnStep, watch: Watch, longest_step: float = 0.0
-    ) -> dict[int, tuple[Done, Any]]:
+    def _answers(
+        self, message: Run | Measure, limit: float, on_step: OnStep, watch: Watch, longest_step: float = 0.0,
+        bundle: int | None = None, output: int | None = None,
+    ) -> dict[int, tuple[Done, Any]]:  # fmt: skip
+        """Sends a message to every rank, and returns their answers. Raises Refused; another ParallelError has ended the
+        group. A rank may load for `limit` seconds; `bundle` and `output` are memory files that go along."""
+        if self._error is not None:
+            raise self._error
         ranks, stall = len(self._processes.channels), self.stall()
         limits = SilenceLimits(ranks, load=limit, stall=stall, cancel=CANCEL_SECONDS, longest_step=longest_step)
-        waiting = Waiting(self._processes, job, limits, self.activity)
+        waiting = Waiting(self._processes, message.job, limits, self.activity)
         try:
-            while not waiting.all_answered:
-                watch()
-                for step, x0, x, total in waiting.listen():
-                    on_step(step, x0, x, total)
-        except BaseException as error:
-            if isinstance(error, Refused) or not isinstance(error, ParallelError):  # `watch` or `on_step` raised it
-                self._cancel(waiting, job)
+            self._processes.ask(message, bundle, output)
+            try:
+                while not waiting.all_answered:
+                    watch()
+                    for step, x0, x, total in waiting.listen():
+                        on_step(step, x0, x, total)
+            except BaseException as error:
+                if isinstance(error, Refused) or not isinstance(error, ParallelError):  # `watch` or `on_step` raised it
+                    self._cancel(waiting, message.job)
+                raise
+            answers = waiting.agreed()
+            if self._kill_error is not None:  # its processes are ending, also where they have answered
+                raise self._kill_error
+        except Refused:
             raise
-        return waiting.agreed()
+        except ParallelError as error:
+            raise self._lose(error) from None
+        return answers
 
     def _cancel(self, waiting: Waiting, job: int) -> None:
         """Stops the job on every rank. An error here ends the group, and the caller raises its own exception."""
