@@ -208,15 +208,15 @@ def calls_of(workflow: Any) -> Json:
 
 def _graph(graph: Mapping[str, Any], class_of: ClassOf) -> Json:
     kept = _only(graph, ("version", "last_node_id", "last_link_id", "state")) | {"links": graph.get("links") or []}
-    kept["nodes"] = [_node(node, class_of) for node in graph["nodes"] if isinstance(node, dict)]
+    kept["nodes"] = [_node(node, class_of) for node in items(graph.get("nodes"))]
     for side in ("inputNode", "outputNode"):
         if isinstance(graph.get(side), dict):
             kept[side] = _only(graph[side], ("id", "bounding"))
     if "inputs" in graph:  # a subgraph, whose sockets its links name by their place
         kept |= _only(graph, ("id",)) | {"name": "subgraph"}
         for side in ("inputs", "outputs"):
-            kept[side] = [_only(socket, ("id", "name", "type", "linkIds")) for socket in graph.get(side) or []]
-    if inner := (graph.get("definitions") or {}).get("subgraphs"):
+            kept[side] = [_only(socket, ("id", "name", "type", "linkIds")) for socket in items(graph.get(side))]
+    if inner := items(under(graph, "definitions", "subgraphs")):
         kept["definitions"] = {"subgraphs": [_graph(subgraph, class_of) for subgraph in inner]}
     return kept
 
@@ -233,7 +233,7 @@ def _node(node: Mapping[str, Any], class_of: ClassOf) -> Json:
     values, names = node.get("widgets_values"), list[str]()
     for side in ("inputs", "outputs"):
         kept[side] = []
-        for socket in node.get(side) or []:
+        for socket in items(node.get(side)):
             kept[side].append(_only(socket, ("name", "type", "link", "links", "shape")))
             if not isinstance(socket.get("widget"), dict):
                 continue
