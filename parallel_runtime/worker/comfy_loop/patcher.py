@@ -212,8 +212,17 @@ class RankPatcher(Mapped):
         is_other = state.force_cast != self.force_cast_weights or state.offload_set is not None
         if before in (None, self.patches_uuid) or not self.loaded_size() or self.hook_backup or is_other:
             loaded = super().partially_load(device_to, UNLIMITED_BYTES, force_patch_weights)
-        else:
-            loaded = self._repatch(device_to)
+        else:  # these patches replace the last ones in the file's weights: ComfyUI would load all again
+            state.on_move()
+            with self.use_ejected(skip_and_inject_on_exit_only=True):
+                for key in sorted(self.backup.keys() | self.patches.keys()):
+                    if key in self.backup:
+                        comfy.utils.set_attr_param(self.model, key, self.backup.pop(key).weight.to(device_to))
+                    self.patch_weight_to_device(key, device_to=device_to)
+                self.model.current_weight_patches_uuid = self.patches_uuid
+                self.unpatch_model(unpatch_weights=False)
+                self.patch_model(load_weights=False)
+            loaded = 0
         state.force_cast = self.force_cast_weights
         return loaded
 
@@ -354,16 +363,3 @@ class RankPatcher(Mapped):
                     self.backup.setdefault(f"{path}.{name}", Backup(view, False))
             self.on_progress(number / len(units))
         return prefetcher
-
-    def _repatch(self, device: torch.device) -> int:
-        """Merges these patches in place of the last ones, into the file's weights: ComfyUI would load all again."""
-        self.weight_state.on_move()
-        with self.use_ejected(skip_and_inject_on_exit_only=True):
-            for key in sorted(self.backup.keys() | self.patches.keys()):
-                if key in self.backup:
-                    comfy.utils.set_attr_param(self.model, key, self.backup.pop(key).weight.to(device))
-                self.patch_weight_to_device(key, device_to=device)
-            self.model.current_weight_patches_uuid = self.patches_uuid
-            self.unpatch_model(unpatch_weights=False)
-            self.patch_model(load_weights=False)
-        return 0
