@@ -142,14 +142,16 @@ def one_stream(name: str, streams: Names, **more: Any) -> ModulePlan:
     )
 
 
-def _with_the_last(net: Any) -> list[int]:
-    """Puts the last refiners into one stage, which must have all tokens that are joined next."""
-    return [len(net.noise_refiner) - 1] * len(net.ref_image_refiner)
-
-
 OMNIGEN2_REFINERS = (
     one_stream("noise_refiner", IMAGE, gathers=True, never_skipped=True),
-    one_stream("ref_image_refiner", REFERENCES, gathers=True, never_skipped=True, runs_with=_with_the_last),
+    one_stream(
+        "ref_image_refiner",
+        REFERENCES,
+        gathers=True,
+        never_skipped=True,
+        # The last refiners are in one stage, which must have all tokens that are joined next.
+        runs_with=lambda net: [len(net.noise_refiner) - 1] * len(net.ref_image_refiner),
+    ),
 )
 OMNIGEN2_LAST = ModulePlan("norm_out", {"x": Gather(JOINT, after=True)}, unsplit_args=("conditioning_embedding",))
 

@@ -150,16 +150,13 @@ MINIMAX_H3_BLOCKS = ModulePlan(
     head_producers={"attention": MINIMAX_H3_HEADS},
     unsplit_args=("t_emb",),
 )
-
-
-def _split_range(value: Any, split: Callable[[Any, Any], Any]) -> Any:
-    return split([value], Slices(JOINT))[0]
-
-
 RANGES = ("video_seg", "audio_seg")
 MINIMAX_H3_LAST = ModulePlan(
     "final_layer",
-    {"x": Gather(JOINT, dim=0, after=True, ranges=RANGES), **dict.fromkeys(RANGES, _split_range)},
+    {
+        "x": Gather(JOINT, dim=0, after=True, ranges=RANGES),
+        **dict.fromkeys(RANGES, lambda value, split: split([value], Slices(JOINT))[0]),
+    },
     unsplit_args=("t_emb",),
 )
 MINIMAX_H3 = Architecture(

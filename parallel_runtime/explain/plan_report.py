@@ -178,10 +178,18 @@ RING_SENTENCES = {"alltoall": "ring.passes", "allgather": "ring.collects", "toke
 def _reasons(subject: Subject, plan: RunPlan, guided: bool) -> list[str]:
     degrees, sharded, several = plan.degrees, plan.sharded, plan.degrees.context_parallel_size > 1
     how, no_lse = RING_SENTENCES[degrees.options.rotate_method], subject.work.network.no_lse
+    ulysses = degrees.ulysses_degree
+    least, more = divmod(subject.work.network.heads, ulysses)
+    if len(set(degrees.shares)) > 1:
+        heads = say("heads.shares", workers=ulysses)
+    elif more:
+        heads = say("heads.or", workers=ulysses, heads=least, more=least + 1)
+    else:
+        heads = say("heads.one" if least == 1 else "heads", workers=ulysses, heads=least)
     reasons = [
         say_if(degrees.cfg_degree == 2, "branches"),
         say_if(degrees.pipeline_degree > 1, "stages", stages=degrees.pipeline_degree),
-        _heads(subject.work, degrees),
+        heads if ulysses > 1 else "",
         say_if(degrees.ring_degree > 1, how, workers=degrees.ring_degree),
         say_if(several and bool(no_lse), "ring.none", attention=no_lse),
         say_if(degrees.data_degree > 1, "images", groups=degrees.data_degree),
@@ -211,18 +219,6 @@ def _stages(work: Work, degrees: Parallelism, request: ParallelRequest) -> tuple
         say_if(request.pipeline_degree == 0, "stage.auto"),
         say_if(patches > 1, "stages.patches", patches=patches, warmup=request.options.warmup_steps, kept=kept),
     )
-
-
-def _heads(work: Work, degrees: Parallelism) -> str:
-    workers = degrees.ulysses_degree
-    if workers == 1:
-        return ""
-    least, more = divmod(work.network.heads, workers)
-    if len(set(degrees.shares)) > 1:
-        return say("heads.shares", workers=workers)
-    if more:
-        return say("heads.or", workers=workers, heads=least, more=least + 1)
-    return say("heads.one" if least == 1 else "heads", workers=workers, heads=least)
 
 
 def _traffic(work: Work, degrees: Parallelism, profile: DeviceProfile | None) -> tuple[str, ...]:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from diffusers import FluxTransformer2DModel
-from torch import Tensor
 
 from . import Parallelism, attach, detach
 
@@ -29,7 +28,15 @@ def main() -> None:
         joint_attention_dim=WIDTH, pooled_projection_dim=WIDTH, axes_dims_rope=(8, 12, 12),
     )  # fmt: skip
     transformer = network.to(device)
-    inputs = {name: tensor.to(device) for name, tensor in make_inputs().items()}
+    inputs = {
+        "hidden_states": torch.randn(1, IMAGE, CHANNELS),
+        "encoder_hidden_states": torch.randn(1, TEXT, WIDTH),
+        "pooled_projections": torch.randn(1, WIDTH),
+        "timestep": torch.tensor([0.5]),
+        "img_ids": torch.zeros(IMAGE, 3),
+        "txt_ids": torch.zeros(TEXT, 3),
+    }
+    inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
     with torch.no_grad():
         reference = transformer(**inputs, return_dict=False)[0]
         attach(transformer, None, Parallelism(ring_degree=dist.get_world_size()))
@@ -39,17 +46,6 @@ def main() -> None:
         difference = float((parallel - reference).abs().max() / reference.std())
         log.info("%d ranks, largest difference %.1e standard deviations", dist.get_world_size(), difference)
     dist.destroy_process_group()
-
-
-def make_inputs() -> dict[str, Tensor]:
-    return {
-        "hidden_states": torch.randn(1, IMAGE, CHANNELS),
-        "encoder_hidden_states": torch.randn(1, TEXT, WIDTH),
-        "pooled_projections": torch.randn(1, WIDTH),
-        "timestep": torch.tensor([0.5]),
-        "img_ids": torch.zeros(IMAGE, 3),
-        "txt_ids": torch.zeros(TEXT, 3),
-    }
 
 
 if __name__ == "__main__":
