@@ -191,51 +191,40 @@ def chunk_range(total: int, parts: Parts, index: int) -> tuple[int, int]:
     return sum(sizes[:index]), sizes[index]
 
 
-@dataclass(frozen=True, kw_only=True)
-class LocalStream:
-    """This rank's `local_tokens` of one stream. Its chunk, the tokens whose queries it computes, is `chunk_tokens` of
-    them from `chunk_start` on.
+class LocalTokens:
+    """This rank's tokens of several concatenated streams, `size` in all: `counts` of each stream, of which its chunk
+    (start, size) are those whose queries it computes.
 
-    A split stream has only its chunk, a replicated one all tokens. For an empty chunk the rank has one dummy token,
+    A split stream has only its chunk, a `replicated` one all tokens. For an empty chunk the rank has one dummy token,
     which no attention and no gather sees: layers of diffusers reshape with -1, and fail on tensors of no elements."""
 
-    local_tokens: int
-    chunk_start: int
-    chunk_tokens: int
-    replicated: bool
-
-
-class LocalTokens:
-    """This rank's tokens of several concatenated streams, `size` in all."""
-
-    def __init__(self, streams: Sequence[LocalStream]) -> None:
-        self._streams = streams
-        self.size = sum(stream.local_tokens for stream in streams)
+    def __init__(self, counts: list[int], chunks: list[tuple[int, int]], replicated: list[bool]) -> None:
+        self.size = sum(counts)
+        self._counts, self._chunks, self._replicated = counts, chunks, replicated
 
     @cached_property
     def _only_chunks(self) -> bool:
-        return not any(stream.replicated or stream.local_tokens != stream.chunk_tokens for stream in self._streams)
+        return not any(self._replicated) and self._counts == [size for _, size in self._chunks]
 
     def to_chunks(self, local: Tensor, dim: int = 1) -> Tensor:
         """Returns this rank's chunks of the local tokens."""
         if self._only_chunks:
             return local
-        pieces = zip(local.split([stream.local_tokens for stream in self._streams], dim), self._streams, strict=True)
-        return torch.cat([piece.narrow(dim, stream.chunk_start, stream.chunk_tokens) for piece, stream in pieces], dim)
+        pieces = zip(local.split(self._counts, dim), self._chunks, strict=True)
+        return torch.cat([piece.narrow(dim, *chunk) for piece, chunk in pieces], dim)
 
     def from_chunks(self, out: Tensor, ranks: MeshDim) -> Tensor:
         """Undoes `to_chunks` along dim 1: gathers replicated streams from all `ranks`."""
         if self._only_chunks:
             return out
-        local = []
-        for chunk, stream in zip(out.split([one.chunk_tokens for one in self._streams], 1), self._streams, strict=True):
-            if stream.replicated:
-                sizes = chunk_sizes(stream.local_tokens, ranks.parts)
-                local.append(all_gather_v(chunk, sizes, ranks, 1))
-            elif stream.local_tokens == stream.chunk_tokens:
+        local, chunks = [], out.split([size for _, size in self._chunks], 1)
+        for chunk, count, replicated in zip(chunks, self._counts, self._replicated, strict=True):
+            if replicated:
+                local.append(all_gather_v(chunk, chunk_sizes(count, ranks.parts), ranks, 1))
+            elif chunk.shape[1] == count:
                 local.append(chunk)
             else:  # zeros for a dummy token
-                local.append(chunk.new_zeros((chunk.shape[0], stream.local_tokens, *chunk.shape[2:])))
+                local.append(chunk.new_zeros((chunk.shape[0], count, *chunk.shape[2:])))
         return torch.cat(local, 1)
 
 
@@ -314,13 +303,13 @@ class Streams:
         return torch.cat([torch.arange(start, start + size, device=device) for start, size in ranges])
 
     def local_tokens(self, names: tuple[str, ...]) -> LocalTokens:
-        streams = []
+        counts, chunks = [], []
         for name in names:
             length, (start, size) = self.length(name), self.chunk(name)
             replicated = name in self.replicated
-            local, start = (length, start) if replicated else (max(size, min(length, 1)), 0)
-            streams.append(LocalStream(local_tokens=local, chunk_start=start, chunk_tokens=size, replicated=replicated))
-        return LocalTokens(streams)
+            counts.append(length if replicated else max(size, min(length, 1)))
+            chunks.append((start if replicated else 0, size))
+        return LocalTokens(counts, chunks, [name in self.replicated for name in names])
 
     def local_count(self, names: tuple[str, ...]) -> int:
         """Returns the number of this rank's tokens of `names`."""
