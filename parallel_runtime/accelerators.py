@@ -124,7 +124,7 @@ XPU = Accelerator(kind="xpu", collectives="xccl", environment={"CCL_KVS_IFACE": 
 NPU = Accelerator(kind="npu", collectives="hccl", environment={"HCCL_SOCKET_IFNAME": "={interface}"})
 ACCELERATORS = {each.kind: each for each in (CUDA, XPU, NPU)}
 # A new row stands above those that are slower: `auto_on` has the compute capabilities on which that was measured
-# (tests/bench/RESULTS.md). It also wants a line in docs/parallel-config.md, and a stand-in of its package in
+# (tests/bench/RESULTS.md). It also wants a line in docs/parallel-config.md, and a row of PACKAGES in
 # tests/engine/test_kernels.py.
 KERNELS = {  # auto takes the first one that it can
     each.name: each

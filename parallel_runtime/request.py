@@ -66,8 +66,9 @@ class EngineOptions:
     """Options of the engine, besides degrees and devices. Workers get them unchanged, in a Parallelism. A new option is
     a field here and the code in engine/ or worker/ that reads `parallelism.options`. A network is split anew when it
     changes, unless `Parallelism.without_run_options` (specs.py) leaves it out. Its words are a line in
-    CPParallelConfig.md and docs/parallel-config.md and seven tooltips in nodeDefs.json; tests.browser.templates writes
-    the workflows anew."""
+    web/docs/CPParallelConfig.md and docs/parallel-config.md and seven tooltips in nodeDefs.json; one that makes the
+    result differ is also in `approximate` and in APPROXIMATE of web/presets.js. tests/test_request.py wants another
+    value of it (CHANGED), and tests.browser.templates writes the workflows anew."""
 
     # fmt: off
     rotate_method: RotateMethod = widget(
@@ -131,7 +132,10 @@ class ParallelRequest:
     """The values of a CP Parallel Config. 0 and "auto" are resolved when the model is known. `devices` is a list such
     as "0,1", "cuda:0,cuda:1" or "cpu,cpu", and empty for all. Each of `nnodes` machines gives as many devices; the
     others connect to the first at `rdzv_endpoint`, "address:port". `shares` is "auto", "equal", or one number a
-    worker. Workers get none of these fields but `options`; the words of a new one are where EngineOptions says."""
+    worker. Workers get none of these fields but `options`.
+
+    Planning reads `inputs.request`: request_checks.py refuses, candidates.py leaves plans out, resolve.py chooses. The
+    words of a new field are where EngineOptions says; presets reset those of OWN in web/presets.js."""
 
     # fmt: off
     options: EngineOptions = field(default_factory=EngineOptions)

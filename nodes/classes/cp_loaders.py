@@ -14,7 +14,7 @@ from ...parallel_runtime.demo import MODEL, words_and_pictures
 from ...parallel_runtime.errors import Refused
 from ...parallel_runtime.loading.mapped import Mapped, calls_loader, load_by_node, load_mapped, with_views
 from ...parallel_runtime.request import ParallelRequest
-from ..describe import model_files, model_source
+from ..describe import model_source
 from ..describe.host import announce_refusals, request_from
 from ..remote.remote_encoder import parallel_clip
 from ..remote.remote_vae import checked_request, parallel_vae
@@ -22,6 +22,7 @@ from ..remote.sampling_run import model_described_late
 from .cp_sampler import CATEGORY, WORKERS_INPUT, CPConfig
 
 GGUF_NODE = "UnetLoaderGGUF"
+SAFETENSORS = (".safetensors", ".sft")
 NONE = "none"
 
 
@@ -141,7 +142,7 @@ def load_clip_for_workers(names: Sequence[str], kind: str) -> comfy.sd.CLIP:
 
 def check_file(path: str) -> None:
     """Raises Refused for a damaged file, or one of another format, under the name of a safetensors file."""
-    if not path.endswith(model_files.SAFETENSORS):
+    if not path.endswith(SAFETENSORS):
         return
     with open(path, "rb") as file:
         if file.read(4) == b"GGUF":

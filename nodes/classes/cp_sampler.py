@@ -1,7 +1,10 @@
 """The CP samplers: ComfyUI's own sampler nodes, called with a MODEL or GUIDER whose sampling runs in the workers.
 
 Each has exactly the native node's sockets and widgets in its order, read off that node, and one optional socket: for
-CP Parallel Config, whose widgets are the table of parallel_runtime/request.py."""
+CP Parallel Config, whose widgets are the table of parallel_runtime/request.py.
+
+A new one also wants a help page in web/docs/, words in locales/*/nodeDefs.json, and a row in README.md and in "Names"
+of docs/scripts.md. A native node that older versions of ComfyUI lack must not be imported at the top."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -35,14 +35,15 @@ from ...parallel_runtime.planning.run_plan import DeviceProfile
 from ...parallel_runtime.specs import ModelSpec, Placement, SourceFile
 from .foreign_code import changes_of, check_code, foreign_layers
 
-SAFETENSORS = (".safetensors", ".sft")
 FOLDER = "model_patches"
 _files: MutableMapping[Any, SourceFile] = WeakIdKeyDictionary()  # by what clones of a loaded model share
 Conds = Mapping[str, list[dict[str, Any]]]  # a guider's conditions: for each name, such as positive, ComfyUI's dicts
 METHODS = ("pre_run", "get_control", "control_merge", "copy", "cleanup")
-OUTPUTS = ("controlnet_blocks", "controlnet_single_blocks", "control_blocks")  # each of these modules gives a residual
+# Modules of a ControlNet that give a residual each, or too little memory is planned for.
+OUTPUTS = ("controlnet_blocks", "controlnet_single_blocks", "control_blocks")
 CONTROL_CLASSES = (ControlNet, ControlNetSD35, QwenFunControlNet, ControlLora, T2IAdapter)
-SETTINGS = (  # attributes that nodes and loaders set; all others belong to a run or to the loaded file
+# Attributes that nodes and loaders set, each on all of these classes; others belong to a run or to the loaded file.
+SETTINGS = (
     "strength", "timestep_percent_range", "extra_args", "extra_conds", "strength_type", "global_average_pooling",
     "compression_ratio", "upscale_algorithm", "concat_mask",
 )  # fmt: skip

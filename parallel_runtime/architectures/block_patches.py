@@ -1,5 +1,6 @@
-"""Which of ComfyUI's patches between and inside blocks need all tokens, and which work on each token, or each frame,
-alone and so can run on a split sequence.
+"""Which patches of ComfyUI and of packs need all tokens, and which work on each token, or each frame, alone and so can
+run on a split sequence. Others get gathered tokens between blocks, and inside of blocks keep a network undivided; on
+UNets they get gathered rows. A kind of patch that is not named here is refused.
 
 Knows functions and classes by their names. Imports no torch, no ComfyUI."""
 
@@ -17,6 +18,8 @@ OF_UNETS = {
     "middle_block_after_patch", "emb_patch", "forward_timestep_embed_patch",
 }  # fmt: skip  # called by no network of tokens
 INSIDE = ("attn1_patch", "attn2_patch", "attn1_output_patch", "attn2_output_patch", "mlp_patch")
+# Functions and classes by the end of module.qualname. A pack's module is custom_nodes.FOLDER.MODULE, with "_x_" for
+# each dot in FOLDER. A functools.partial has no name.
 EACH_TOKEN = (
     "comfy_extras.nodes_nag.NAGuidance.execute.<locals>.nag_attention_output_patch",
     "comfy.ldm.anima.lllite.AnimaLLLiteAttentionPatch",
@@ -31,7 +34,7 @@ OF_FRAMES = ("comfy.ldm.wan.model_multitalk.MultiTalkCrossAttnPatch",)  # which 
 
 def needs_full_tokens(options: Mapping[str, Any]) -> bool:
     """Whether patches in `transformer_options` need full tokens between blocks. Raises Refused for ones inside,
-    for which see_all_tokens in nodes/describe/model.py leaves a network undivided before."""
+    for which nodes/describe/model.py leaves a network undivided before, by see_all_tokens."""
     all_patches = options.get("patches") or {}
     patches = {kind for kind, functions in all_patches.items() if functions}
     if inside := sorted(patches - BEFORE - BETWEEN - OF_UNETS - set(INSIDE)) + see_all_tokens(all_patches):

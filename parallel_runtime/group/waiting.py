@@ -168,11 +168,14 @@ class SilenceLimits:
         return max(self._last_advance)
 
     def _limit(self, rank: int) -> float:
-        stall = min(self._stall, self._load)
         if self._work[rank] == "loading":
             return min(self._cancel, self._load) if self.cancelled else self._load
         if "compiling" in self._work:  # others wait for it
-            return stall if self.cancelled else self._load
+            return self._stall if self.cancelled else self._load
         if self._refused is not None:
-            return min(self._cancel, stall) + max(0.0, self._refused - self._last_advance[rank])
-        return min(self._cancel + self._longest_step, stall) if self.cancelled and self._longest_step else stall
+            return min(self._cancel, self._stall) + max(0.0, self._refused - self._last_advance[rank])
+        return (
+            min(self._cancel + self._longest_step, self._stall)
+            if self.cancelled and self._longest_step
+            else self._stall
+        )

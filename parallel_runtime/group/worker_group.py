@@ -36,11 +36,12 @@ from .waiting import SilenceLimits, Waiting
 
 log = logging.getLogger(__name__)
 
-# Seconds of silence of a worker that works; a setting of ComfyUI's, and so in web/settings.js too.
+# Seconds without progress of a worker that samples; a setting of ComfyUI's, and so in web/settings.js too. All four are
+# in docs/environment-variables.md.
 STALL_DEFAULT = 120.0
 STALL_SECONDS = seconds_from("CP_STALL_SECONDS", STALL_DEFAULT)
 START_SECONDS = seconds_from("CP_START_SECONDS", 180)
-LOAD_SECONDS = seconds_from("CP_LOAD_SECONDS", 600)
+LOAD_SECONDS = seconds_from("CP_LOAD_SECONDS", 600)  # the same of one that loads or compiles
 CANCEL_SECONDS = seconds_from("CP_CANCEL_SECONDS", 10)
 ANSWER_SECONDS = 20.0  # for the readings of an idle group, which it answers at once
 UNLOAD_SECONDS = 10.0  # a group that takes longer to drop its models is ended, which drops them too
@@ -268,6 +269,8 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         if self._error is not None:
             raise self._error
         ranks, stall = len(self._processes.channels), self.stall()
+        if isinstance(message, Measure):
+            stall = min(stall, limit)  # it is answered within its limit, however long a run may be silent
         limits = SilenceLimits(ranks, load=limit, stall=stall, cancel=CANCEL_SECONDS, longest_step=longest_step)
         waiting = Waiting(self._processes, message.job, limits, self.activity)
         try:

@@ -56,7 +56,9 @@ class Graphs:
     eager: tuple[str, ...] = ()
 
 
-SHOWN = ("used_bytes", "total_bytes", "step_seconds", "waited_seconds")  # of Readings, by web/rank.js
+# Of Readings, by web/rank.js, and for scripts (docs/scripts.md, "ranks"): of workers' GPUs. Those without a worker are
+# described by gpu_list in nodes/routes.py, and gpuParts in web/rank.js shows them.
+SHOWN = ("used_bytes", "total_bytes", "step_seconds", "waited_seconds")
 
 
 @dataclass(frozen=True)

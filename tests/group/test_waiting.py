@@ -70,6 +70,13 @@ def test_a_rank_that_loads_has_the_load_limit(limits, clock):
     assert lost_after(limits, clock, 600) is not None
 
 
+def test_a_stall_limit_beyond_the_load_limit_holds_for_a_rank_that_samples(clock):
+    limits = SilenceLimits(2, load=600, stall=3600, cancel=10)
+    for rank in (0, 1):
+        limits.receive(rank, SAMPLES)
+    assert lost_after(limits, clock, 3600) is not None
+
+
 def test_a_cancelled_rank_has_the_remainder_of_a_step_as_long_as_those_of_requests_before(clock):
     limits = SilenceLimits(2, load=600, stall=120, cancel=10, longest_step=5.0)
     for rank in (0, 1):

@@ -160,7 +160,8 @@ def _flash_of_package(
     return out, lse
 
 
-# Of a kernel without a function of its package that is called like flash_attn_func.
+# A kernel whose package has no function that is called like flash_attn_func has its own here. Where packs' code names
+# the package, it is in LIBRARIES of loading/code_names.py too.
 _OWN: dict[str, AttentionFunction] = {"_native_cudnn": _native_cudnn, "_native_flash": _native_flash, "sage": _sage}
 FUNCTIONS = {
     name: KernelFunction(spec=spec, function=partial(_flash_of_package, spec) if spec.function else _OWN[name])
