@@ -312,8 +312,8 @@ class Architecture:
     `patch_size` where nothing is said. `width`: heads x head size, where the network does not have it under a name of
     WIDTH; `head_size`, where neither it nor its blocks have the number of heads. `prompt`: the stream of the text's
     tokens, if the plan splits it. `text_width` and `pooled_width` are those of a prompt, by which those of another
-    text encoder are refused; None where the network does not say. `fits`: whether the plan is for this one of the class;
-    it runs undivided if not. `batch_coupled`: whether this one's result depends on where prompts and images are in its
+    text encoder are refused; None where the network does not say. `fits`: whether the plan is for this one of the
+    class; it runs undivided if not. `batch_coupled`: whether this one's result depends on where prompts and images are in its
     batch, which ranks must not share out then. `images_coupled`: whether the images of a prompt are computed together,
     as frames that attend to each other are, so that ranks may share out prompts and not images."""
 

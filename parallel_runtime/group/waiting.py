@@ -174,8 +174,6 @@ class SilenceLimits:
             return self._stall if self.cancelled else self._load
         if self._refused is not None:
             return min(self._cancel, self._stall) + max(0.0, self._refused - self._last_advance[rank])
-        return (
-            min(self._cancel + self._longest_step, self._stall)
-            if self.cancelled and self._longest_step
-            else self._stall
-        )
+        if self.cancelled and self._longest_step:
+            return min(self._cancel + self._longest_step, self._stall)
+        return self._stall
