@@ -313,9 +313,9 @@ class Architecture:
     WIDTH; `head_size`, where neither it nor its blocks have the number of heads. `prompt`: the stream of the text's
     tokens, if the plan splits it. `text_width` and `pooled_width` are those of a prompt, by which those of another
     text encoder are refused; None where the network does not say. `fits`: whether the plan is for this one of the
-    class; it runs undivided if not. `batch_coupled`: whether this one's result depends on where prompts and images are in its
-    batch, which ranks must not share out then. `images_coupled`: whether the images of a prompt are computed together,
-    as frames that attend to each other are, so that ranks may share out prompts and not images."""
+    class; it runs undivided if not. `batch_coupled`: whether this one's result depends on where prompts and images are
+    in its batch, which ranks must not share out then. `images_coupled`: whether the images of a prompt are computed
+    together, as frames that attend to each other are, so that ranks may share out prompts and not images."""
 
     name: str
     kinds: Names
