@@ -169,7 +169,8 @@ class GroupModel:
                 del self.group.models[self.spec]
             if listed and group is not None:
                 if after != "keep":
-                    log.info("[CP] %sing the workers' model", after)
+                    doing = "unloading the workers' model" if after == "unload" else "offloading the workers' model"
+                    log.info("[CP] %s", doing)
                 with suppress(ParallelError):
                     group.free(self.spec, after)
             return listed

@@ -157,7 +157,8 @@ class RemoteVAE:
         grid = self.tiles.grid(vae.first_stage_model, method, tuple(x.shape)) if self.tiles else None
         workers = min(len(placement.devices), grid.count if grid else max(x.shape[-2:]) // unit)
         seconds = result.seconds, result.load_seconds
-        log.info("[CP] VAE %sd on %d worker(s) in %.2f s, loaded in %.2f s", method, workers, *seconds)
+        done = "VAE decoded" if method == "decode" else "VAE encoded"
+        log.info("[CP] %s on %d worker(s) in %.2f s, loaded in %.2f s", done, workers, *seconds)
 
     def _check(self, method: VAEMethod, x: Tensor, unit: int) -> None:
         """Raises NotParallel for a changed VAE, and for tensors at which it fails, which would end the group."""

@@ -168,8 +168,10 @@ def warn_once(backend: str, reason: str) -> None:
     """Logs on rank 0 that a backend is not used for some calls."""
     if dist.is_initialized() and dist.get_rank() > 0:
         return
-    words = "[CP] attention_backend %s has no kernel for some calls: %s. Only these use the kernel that auto would "
-    log.warning(words + "choose", backend, reason)
+    log.warning(
+        "[CP] attention_backend %s has no kernel for some calls: %s. Only these use the kernel that auto would choose",
+        backend, reason,
+    )  # fmt: skip
 
 
 def _call_key(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Hashable, ...]:
