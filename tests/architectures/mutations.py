@@ -119,13 +119,13 @@ class _Alone(ContextAttention):
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, scale: float | None = None
     ) -> Tensor:
         if mask is not None and mask.shape[2] == 1:
-            total = sum(self.streams.length(name) for name in self.keys or self.queries)
-            assert mask.shape[-1] in (key.shape[1], total)
+            assert mask.shape[-1] in (key.shape[1], self.streams.total(self.key_streams))
         key, value = (x.repeat_interleave(query.shape[2] // x.shape[2], 2) for x in (key, value))
         heads_first = [x.transpose(1, 2) for x in (query, key, value)]
         return torch.nn.functional.scaled_dot_product_attention(*heads_first).transpose(1, 2)
 
 
 def _gather(own: Tensor, sizes: Sequence[int], mesh_dim: MeshDim, dim: int) -> Tensor:
-    others = [own.new_zeros(*own.shape[:dim], size, *own.shape[dim + 1 :]) for size in sizes]
-    return torch.cat([*others[: mesh_dim.index], own, *others[mesh_dim.index + 1 :]], dim)
+    own = own.movedim(dim, 0)
+    others = [own.new_zeros(size, *own.shape[1:]) for size in sizes]
+    return torch.cat([*others[: mesh_dim.index], own, *others[mesh_dim.index + 1 :]]).movedim(0, dim)
