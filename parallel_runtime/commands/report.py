@@ -87,8 +87,8 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _summarise_workflow(options: argparse.Namespace, comfyui: str) -> int:
-    facts = machine(comfyui)
-    versions = {name: facts[name] for name in ("python", "torch", "cuda", "devices", "comfyui")}
+    told = ("context-parallel-sampler", "python", "torch", "cuda", "devices", "comfyui")
+    versions = {name: fact for name, fact in machine(comfyui).items() if name in told}
     versions |= {name: version_of(name) for name in ("comfyui-frontend-package", "comfyui-workflow-templates")}
     report = {"versions": versions, "workflow": summary(_read(options.workflow), _classes(comfyui))}
     path = (options.out / "workflow" if options.out.is_dir() else options.out).with_suffix(".workflow.json")

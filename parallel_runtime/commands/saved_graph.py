@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import Refused
+from ..request import widgets
 
 SUBGRAPH_INPUT = -10  # in place of a node's id
 LINK = ("id", "origin_id", "origin_slot", "target_id", "target_slot", "type")  # in a link that is a list
@@ -14,8 +15,8 @@ GAP = 70  # pixels: a title and a row of badges
 
 CHOICES = {  # widgets whose values are words of ComfyUI's or ours
     "sampler_name", "scheduler", "type", "weight_dtype", "device", "upscale_method", "crop", "method", "mode",
-    "add_noise", "return_with_leftover_noise", "noise_mode", "resize_type", "scale_method", "dtype", "compile",
-    "rotate_method", "attention_backend", "weights", "cuda_graphs", "shares", "after_sampling", "model_type",
+    "add_noise", "return_with_leftover_noise", "noise_mode", "resize_type", "scale_method", "model_type", "shares",
+    *(widget.name for widget in widgets() if widget.options),
 }  # fmt: skip
 PUNCTUATION, LONGEST = "_.+:-", 40  # of a choice
 FILES = {

@@ -49,6 +49,11 @@ class PastRun:
     end: str = ""
     reason: str = ""
 
+    @property
+    def seconds_before(self) -> float:
+        """The seconds that it took to start the workers and to load the model."""
+        return sum(took for name, took in self.phases if name in ("starting", "loading"))
+
 
 @dataclass(frozen=True)
 class Size:
@@ -118,6 +123,7 @@ class History:
         self._paces: dict[Hashable, dict[str, dict[RunSetup, Pace]]] = {}  # the fastest, by work and sampler
         self._first_steps: list[tuple[int, float]] = []  # the first two of the run that were reported, and their times
         self._total_steps = 0  # as the last step was done
+        self._last_start_seconds = 0.0  # starting and loading, of the last run with a start: it may be listed no more
 
     @property
     def runs(self) -> tuple[PastRun, ...]:
@@ -192,7 +198,7 @@ class History:
         if not paces:
             return None
         on_one = min(pace.seconds * pace.setup.workers for pace in paces)
-        before = max(sum(took for name, took in run.phases if name in ("starting", "loading")) for run in self.runs)
+        before = max(self._last_start_seconds, *(run.seconds_before for run in self.runs))
         return sum(before + steps * on_one / count for count in workers)
 
     def state_changed(self, state: str, at: float, placement: Placement | None, degrees: Parallelism | None) -> None:
@@ -266,6 +272,8 @@ class History:
 
     def _append(self, run: PastRun) -> None:
         """Adds a run. If there are too many, the oldest start or measurement goes first, then the oldest run."""
+        if any(name == "starting" for name, _ in run.phases):
+            self._last_start_seconds = run.seconds_before
         runs = [*self._past, run]
         if len(runs) > HISTORY_LENGTH:
             minor = (

@@ -11,6 +11,7 @@ import pytest
 
 from parallel_runtime.commands.saved_graph import summary
 from parallel_runtime.errors import Refused
+from parallel_runtime.request import widgets
 
 from ..comfyui.comfy import OUR_ROOT, find_comfy, why_there_is_none
 from .test_report import main
@@ -65,6 +66,13 @@ def test_numbers_choices_links_and_versions_stay() -> None:
     assert sampler["widgets_values"] == canvas()["nodes"][2]["widgets_values"]
     assert sampler["properties"] == {"cnr_id": "comfy-core", "ver": "0.3"}
     assert (sampler["mode"], sampler["inputs"][0]["link"]) == (4, 9)
+
+
+def test_every_choice_of_a_cp_parallel_config_stays() -> None:
+    choices = {widget.name: widget.default for widget in widgets() if widget.options}
+    assert "comm_dtype" in choices
+    made = summary({"1": {"class_type": "CPParallelConfig", "inputs": choices}}, lambda _: "")
+    assert made["1"]["inputs"] == choices
 
 
 @pytest.mark.parametrize("workflow", [[], {}, {"1": {"inputs": {}}}, 7])

@@ -384,6 +384,16 @@ def test_what_measuring_will_take_is_known_once_such_work_has_run(monkeypatch: p
     assert activity.history.cost("this work", [1, 2], 4) == pytest.approx(2 * before + 4 * 1.75 + 4 * 1.75 / 2)
 
 
+def test_measuring_starts_workers_however_many_runs_ago_the_last_start_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    activity = alone_then(Activity(), clock, TWO, alone=1.75, seconds=1.0)
+    before = activity.history.cost("this work", [2], 4)
+    for _ in range(2 * HISTORY_LENGTH):
+        sample(activity, clock, seconds=1.0)
+    assert not any(name == "starting" for run in activity.now.runs for name, _ in run.phases)
+    assert activity.history.cost("this work", [2], 4) == pytest.approx(before)
+
+
 def test_a_start_says_how_far_it_is_and_one_that_fails_is_no_death() -> None:
     activity = Activity()
     activity.starting(TWO)
