@@ -107,7 +107,7 @@ class _TokenDivision(ExitStack):
                 self._replace(network, partial(self._forward_by_patch, pipefusion, network.forward))
             self.enter_context(shared_input_scales(network, mesh.context))
             self.enter_context(network.register_forward_hook(self._end, always_call=True))
-            self.enter_context(wrap_modules(plan.no_options))
+            self.enter_context(wrap_modules(plan.no_options, self._override))
             undo.pop_all()
 
     def return_residuals_to(self, consumer: _TokenDivision) -> None:

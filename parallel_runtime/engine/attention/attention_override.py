@@ -35,7 +35,7 @@ OVERRIDE = "optimized_attention_override"  # ComfyUI's option for one
 _NO_SCOPE = -1  # the index outside of all scopes
 _LOW_PRECISION = "low_precision_attention"  # ComfyUI's word: False where a kernel that quantises would be wrong
 _CALLER_OPTIONS = ("transformer_options", "_inside_attn_wrapper")
-_ACTIVE: list[Override] = []  # one network at a time runs in a process; what graphs can read
+_ACTIVE: "list[AttentionOverride]" = []  # one network at a time runs in a process; what graphs can read
 _USERS: Counter[str] = Counter()  # networks by module whose names are wrapped
 
 
@@ -152,6 +152,7 @@ class AttentionOverride(BackendOverride):
     def __init__(self, streams: Streams, mesh: ContextMesh, parallelism: Parallelism) -> None:
         super().__init__(parallelism.options.attention_backend)
         self.split_calls = 0  # attentions over all ranks in this forward
+        self.wrapped_modules: tuple[str, ...] = ()
         self._streams = streams
         self._mesh = mesh
         self._parallelism = parallelism
@@ -277,13 +278,14 @@ _WRAPPED = ("optimized_attention", "optimized_attention_masked", "optimized_atte
 
 
 @contextmanager
-def wrap_modules(modules: Sequence[str]) -> Iterator[None]:
-    """Wraps the attention functions of these modules within this context."""
+def wrap_modules(modules: Sequence[str], override: AttentionOverride) -> Iterator[None]:
+    """Wraps the attention functions of these modules within this context, for forwards with this override."""
+    override.wrapped_modules = tuple(modules)
     for name in modules:
         _USERS[name] += 1
         members = vars(sys.modules[name])
         for called in members.keys() & _WRAPPED if _USERS[name] == 1 else ():
-            members[called] = _with_override(members[called], chooses=called == "optimized_attention_for_device")
+            members[called] = _with_override(members[called], name, chooses=called == "optimized_attention_for_device")
     yield
     _ACTIVE.clear()
     for name in modules:
@@ -293,14 +295,17 @@ def wrap_modules(modules: Sequence[str]) -> Iterator[None]:
             members[called] = members[called].__wrapped__
 
 
-def _with_override(function: Callable[..., Any], *, chooses: bool = False) -> Callable[..., Any]:
-    """Returns an attention function with the active override, or, where it `chooses` one, that gives it to that one."""
+def _with_override(function: Callable[..., Any], module: str, *, chooses: bool = False) -> Callable[..., Any]:
+    """Returns an attention function of `module` with the active override, or, where it `chooses` one, that gives it to
+    that one."""
     if chooses:
-        return wraps(function)(lambda *args, **kwargs: _with_override(function(*args, **kwargs)))
+        return wraps(function)(lambda *args, **kwargs: _with_override(function(*args, **kwargs), module))
 
     @wraps(function)
     def call_with_override(*args: Any, **kwargs: Any) -> Tensor:
-        if _ACTIVE and not kwargs.get("transformer_options"):
+        # A module that was imported meanwhile has taken this one for ComfyUI's: for other networks it is.
+        wanted = bool(_ACTIVE) and module in _ACTIVE[0].wrapped_modules
+        if wanted and not kwargs.get("transformer_options"):
             kwargs["transformer_options"] = {OVERRIDE: _ACTIVE[0]}
         return function(*args, **kwargs)
 

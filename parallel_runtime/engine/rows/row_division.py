@@ -58,7 +58,7 @@ class RowDivision(ExitStack):
             for name, module in network.named_modules():
                 self._adopt(name, module)
             self.enter_context(shared_input_scales(network, mesh.context))
-            self.enter_context(wrap_modules((ATTENTION,)))
+            self.enter_context(wrap_modules((ATTENTION,), self._override))
             undo.pop_all()
 
     def _replace(self, module: nn.Module, name: str, forward: Forward) -> None:
