@@ -115,9 +115,14 @@ def guider_on_workers(guider: Any, request: ParallelRequest) -> Any:
     return remote
 
 
+def _models_of(guider: Any) -> dict[str, ModelPatcher]:
+    """Returns the MODELs of the guider, by the names of its attributes."""
+    return {name: value for name, value in vars(guider).items() if isinstance(value, ModelPatcher)}
+
+
 def _guided_models(guider: Any) -> dict[str, ModelPatcher]:
     """Returns the MODELs of the guider, with the model options that the guider runs it with: they may be its own."""
-    models = {name: value for name, value in vars(guider).items() if isinstance(value, ModelPatcher)}
+    models = _models_of(guider)
     own = models.get("model_patcher")
     if own is not None and getattr(guider, "model_options", own.model_options) is not own.model_options:
         models["model_patcher"] = own.clone()
@@ -229,7 +234,7 @@ class RemoteSampling:
                 return natively(call)
             if uses_network(call.sampler):
                 raise Refused("sampler.reaches", sampler=qualified_name(unwrap_sampler(call.sampler))) from None
-            models = {name: value for name, value in vars(guider).items() if isinstance(value, ModelPatcher)}
+            models = _models_of(guider)
             remote = {name: _with_remote_network(value, request, reason) for name, value in models.items()}
             try:
                 vars(guider).update(remote)

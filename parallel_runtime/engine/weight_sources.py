@@ -47,7 +47,6 @@ class FlatBlock:
 
     def __init__(self, block: nn.Module, ranks: int = 1) -> None:
         self._parameters: list[tuple[nn.Module, str, nn.Parameter, list[FlatTensor]]] = []
-        self._tensors: list[FlatTensor] = []
         self._end = 0
         for module in block.modules():
             for name, weight in module._parameters.items():
@@ -56,6 +55,10 @@ class FlatBlock:
                     empty = rebuild_parameter(weight, [tensor.template for tensor in tensors])
                     self._parameters.append((module, name, empty, tensors))
         self.padded_bytes = -(-self._end // (PAGE_BYTES * ranks)) * PAGE_BYTES * ranks
+
+    @property
+    def _tensors(self) -> list[FlatTensor]:
+        return [tensor for *_, tensors in self._parameters for tensor in tensors]
 
     @property
     def nbytes(self) -> int:
@@ -101,7 +104,6 @@ class FlatBlock:
         template = torch.zeros((), dtype=plain.dtype, device=plain.device).expand(plain.shape)
         tensor = FlatTensor(self._end + line_offset, plain.numel() * plain.element_size(), template)
         self._end += -(-(line_offset + tensor.nbytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        self._tensors.append(tensor)
         return tensor
 
 
